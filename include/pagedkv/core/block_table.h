@@ -1,0 +1,55 @@
+// Which pages hold a sequence's tokens: entry i of a group's table is the page of tokens
+// [i * page_size, (i + 1) * page_size). Holds its pages and gives them back when destroyed.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pagedkv/core/page_pool.h"
+
+namespace pagedkv {
+
+class BlockTable {
+ public:
+  // The pool must outlive the table. context_window > 0: the most tokens this sequence may hold.
+  explicit BlockTable(PagePool& pool, int64_t context_window = 0);
+  BlockTable(BlockTable&& other) noexcept;
+  BlockTable& operator=(BlockTable&& other) noexcept;
+  BlockTable(const BlockTable&) = delete;
+  BlockTable& operator=(const BlockTable&) = delete;
+  ~BlockTable();
+
+  int64_t length() const noexcept { return length_; }      // tokens
+  int64_t capacity() const noexcept;                       // tokens that fit without another page
+  int64_t context_window() const noexcept { return context_window_; }  // 0: none
+
+  // Makes room for num_tokens more in every group and counts them as held; all or nothing. False: the
+  // window or the pool refuses; nothing has changed, and refusal_text() names the need and the limit.
+  [[nodiscard]] bool try_append(int64_t num_tokens);
+  // The same, throwing CapacityError or MemoryError.
+  void append(int64_t num_tokens);
+  const std::string& refusal_text() const noexcept { return refusal_text_; }
+
+  // Forgets the last tokens down to `length`; pages no longer needed go back. Throws
+  // std::invalid_argument for a length outside 0..length().
+  void trim_to(int64_t length);
+
+  // A table that holds the first num_pages full pages together with this one (reference counts rise;
+  // no byte is copied).
+  [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
+
+  std::span<const PageId> pages(int group) const noexcept { return pages_[group]; }
+
+  // Writes the slots of tokens [first, first + out.size()) in a group.
+  void slot_mapping(int group, int64_t first, std::span<int64_t> out) const;
+
+ private:
+  PagePool* pool_;
+  std::vector<std::vector<PageId>> pages_;  // [group][page of the sequence]
+  int64_t length_ = 0;
+  int64_t context_window_ = 0;
+  std::string refusal_text_;
+};
+
+}  // namespace pagedkv

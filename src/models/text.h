@@ -1,0 +1,61 @@
+// Text in and out of a model: tokenizer, chat template, sampler.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pagedkv {
+
+class Tokenizer {
+ public:
+  virtual ~Tokenizer() = default;
+  virtual int32_t vocab_size() const noexcept = 0;
+  // add_special: add what the model file asks for at the start and end. parse_special: texts of
+  // control tokens become those tokens.
+  virtual std::vector<int32_t> tokenize(std::string_view text, bool add_special, bool parse_special) const = 0;
+  // The bytes of one token; may be part of a UTF-8 character. special: control tokens give their text,
+  // else nothing.
+  virtual std::string piece(int32_t token, bool special) const = 0;
+  virtual bool is_end_of_generation(int32_t token) const noexcept = 0;
+};
+
+struct ChatMessage {
+  std::string role;     // system, user, assistant
+  std::string content;
+};
+
+class ChatTemplate {
+ public:
+  virtual ~ChatTemplate() = default;
+  // The prompt text, with the opening of the assistant's answer. Throws std::invalid_argument with the
+  // template's own message when it refuses the messages.
+  virtual std::string render(std::span<const ChatMessage> messages) const = 0;
+};
+
+struct SamplerOptions {
+  float temperature = 0.0f;         // 0: greedy
+  int32_t top_k = 0;                // 0: off
+  float top_p = 1.0f;               // 1: off
+  float min_p = 0.0f;               // 0: off
+  float repetition_penalty = 1.0f;  // 1: off; over the last `penalty_last_n` tokens
+  int32_t penalty_last_n = 64;
+  uint64_t seed = 0;
+};
+
+class Sampler {
+ public:
+  virtual ~Sampler() = default;
+  // Chooses a token from logits [vocab_size]. Throws std::runtime_error when a logit is not finite.
+  virtual int32_t sample(std::span<const float> logits) = 0;
+  // Tells the sampler of a token of the sequence (prompt or sampled), for penalties.
+  virtual void accept(int32_t token) = 0;
+};
+
+// log softmax(logits)[token], in double, the sum in index order.
+double log_probability(std::span<const float> logits, int32_t token);
+
+}  // namespace pagedkv
