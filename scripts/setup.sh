@@ -53,8 +53,15 @@ install_packages() {
     as_root=(sudo)
   fi
   say "installing packages: ${missing[*]}"
-  "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists there are"
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+  "${as_root[@]}" apt-get update -qq >/dev/null || say "apt-get update failed; trying with the lists there are"
+  local log
+  log=$(mktemp)
+  if ! "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" </dev/null >"$log" 2>&1; then
+    tail -n 20 "$log"
+    die "apt-get could not install the packages; the whole log is $log"
+  fi
+  rm -f "$log"
 }
 
 make_venv() {
