@@ -70,7 +70,7 @@ std::string format_bytes(int64_t bytes) {
 
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) {
   static const std::pair<const char*, const char*> kFlags[] = {
-      {"-ctk", "--cache-type-k"}, {"-ctv", "--cache-type-v"}, {"-ngl", "--n-gpu-layers"}};
+      {"-ctk", "--cache-type-k"}, {"-ctv", "--cache-type-v"}, {"-ngl", "--n-gpu-layers"}, {"-fa", "--flash-attn"}};
   std::vector<std::string> out;
   bool options = true;
   for (int i = 1; i < argc; ++i) {
@@ -104,7 +104,7 @@ void ModelOptions::add_model(CLI::App& app) {
   add_option(app, "-t,--threads", num_threads, "threads (0: the cores that are free)")->check(CLI::Range(0, 1024));
   add_option(app, "--exact", exact, "one arithmetic: auto (where it is free or nearly), on, off (fastest)")
       ->check(CLI::IsMember({"auto", "on", "off"}));
-  add_option(app, "-N,--n-gpu-layers,--gpu-layers", num_gpu_layers, "(-ngl) layers on a GPU: the engine runs on the CPU, so 0")
+  add_option(app, "--n-gpu-layers,--gpu-layers", num_gpu_layers, "(-ngl) layers on a GPU: the engine runs on the CPU, so 0")
       ->group("");
 }
 

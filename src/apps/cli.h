@@ -35,7 +35,7 @@ int64_t parse_bytes(const std::string& text);
 // "1.5 GiB"
 std::string format_bytes(int64_t bytes);
 
-// Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl) to long ones.
+// Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
 
 // Adds an option with its PAGEDKV_<UPPER_SNAKE> variable, named after its first long name. An empty variable counts as unset.

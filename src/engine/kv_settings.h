@@ -14,7 +14,7 @@ struct KvSettings {
   PageFormat value_format = PageFormat::kF16;
   int page_size = 16;                  // tokens
   int64_t context = 0;                 // tokens a sequence may hold; 0: the model's
-  std::optional<int32_t> num_pages;    // unset: 1,024, or fewer where the context of max_seqs sequences needs fewer
+  std::optional<int32_t> num_pages = std::nullopt;    // unset: 1,024, or fewer where the context of max_seqs sequences needs fewer
   bool dynamic = true;
   int64_t max_bytes = 0;               // 0: what the machine allows
   int max_seqs = 1;                    // sequences at once, for the default of num_pages
