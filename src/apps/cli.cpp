@@ -14,6 +14,8 @@
 
 #include "apps/progress.h"
 #include "engine/threads.h"
+#include "models/ggml/ggml_model.h"
+#include "models/ggml/ggml_text.h"
 #include "models/toy/toy_model.h"
 #include "pagedkv/kernels/kernel_set.h"
 
@@ -162,15 +164,14 @@ LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
   o.progress = [&](float done) { bar.show(done); };
   m.model = load_ggml_model(path, o);
   if (text) {
-    auto loaded = load_ggml_text(path);
-    m.tokenizer = std::move(loaded.tokenizer);
-    m.chat_template = std::move(loaded.chat_template);
+    m.tokenizer = load_tokenizer(path);
+    m.chat_template = make_chat_template(*m.tokenizer);
   }
   return m;
 }
 
 std::unique_ptr<Sampler> LoadedModel::make_sampler(const SamplerOptions& options) const {
-  return toy ? make_toy_sampler(options) : make_ggml_sampler(options, model->info().vocab_size);
+  return toy ? make_toy_sampler(options) : pagedkv::make_sampler(options, model->info().vocab_size);
 }
 
 std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool, int num_threads) {

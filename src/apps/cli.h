@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "engine/kv_settings.h"
-#include "models/ggml/ggml_model.h"
 #include "models/model.h"
 #include "models/text.h"
 
