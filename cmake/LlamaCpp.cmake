@@ -5,12 +5,7 @@
 # covers sources, flags, compiler and CPU features, so build trees, presets and CI share one copy and a change of any
 # makes a new one. Sanitizer presets link the same uninstrumented libraries.
 
-set(PAGEDKV_LLAMA_VERSION 0.3.36)  # of the PyPI sdist llama-cpp-python; scripts/setup.sh pins its SHA-256
-set(PAGEDKV_LLAMA_FLAGS
-  -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DCMAKE_POSITION_INDEPENDENT_CODE=ON
-  -DCMAKE_C_VISIBILITY_PRESET=hidden -DCMAKE_CXX_VISIBILITY_PRESET=hidden -DCMAKE_VISIBILITY_INLINES_HIDDEN=ON
-  -DGGML_OPENMP=OFF -DGGML_CCACHE=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-  -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF)
+include("${CMAKE_CURRENT_LIST_DIR}/LlamaFlags.cmake")
 # In link order: a library stands before those whose symbols it uses.
 set(PAGEDKV_LLAMA_LIBRARIES llama-common llama-common-base cpp-httplib llama ggml ggml-cpu ggml-base)
 

@@ -50,8 +50,8 @@ without_randomisation() {
 }
 
 build() {
-  cmake -S "$root" --preset "$1"
-  without_randomisation cmake --build "$root/build/$1"
+  cmake -S "$root" --preset "$1" &&
+    without_randomisation cmake --build "$root/build/$1"
 }
 
 # run_tests PRESET [ctest arguments]: 0 if all pass; the output goes to the screen and a log
@@ -78,6 +78,7 @@ closing_lines() { sed -n '/% tests passed/,$p' "$logs/$1.log"; }
 
 "$root/scripts/setup.sh"
 use_venv
+rm -rf "$logs"
 make_models
 build ci
 

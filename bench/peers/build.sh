@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Builds llama.cpp's own programs from the sources that pagedkv's libraries come from, to measure against:
+# llama-bench, llama-completion, llama-quantize. Prints the folder they are in; all else goes to stderr.
+#   bench/peers/build.sh [default|ours]
+# default: llama.cpp's default flags (shared libraries, OpenMP); ours: the flags of pagedkv's copy (static, ggml's own
+# threads). Each is built once into the cache folder.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/../../scripts/lib.sh"
+
+flavour=${1:-default}
+"$root/scripts/setup.sh"
+use_venv
+mapfile -t our_flags < <(cmake -P "$root/cmake/LlamaFlags.cmake")
+version=$(sed -n 's/^set(PAGEDKV_LLAMA_VERSION \([0-9.]*\)).*/\1/p' "$root/cmake/LlamaFlags.cmake")
+source=${PAGEDKV_LLAMA_SOURCE_DIR:-$cache_dir/sources/llama_cpp_python-$version/vendor/llama.cpp}
+
+# Leaving out other programs changes nothing in those that are built.
+flags=(-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF
+  -DGGML_CCACHE=OFF)
+case $flavour in
+  default) ;;
+  ours) flags=("${our_flags[@]}" -DLLAMA_BUILD_TOOLS=ON) ;;
+  *) say "usage: $(basename "$0") [default|ours]"; exit 2 ;;
+esac
+
+# What the compiler makes of -march=native is part of the folder's name: another machine needs its own build.
+native=$({ c++ --version; c++ -march=native -Q --help=target; echo "$source" "${flags[@]}"; } | sha256sum | cut -c1-12)
+folder=$cache_dir/peers/$flavour-$version-$native
+mkdir -p "$folder"
+exec 9> "$folder/.lock"
+flock 9
+if [ ! -e "$folder/complete" ]; then
+  {
+    cmake -S "$source" -B "$folder" -G Ninja "${flags[@]}"
+    cmake --build "$folder" --target llama-bench llama-completion llama-quantize
+  } >&2
+  touch "$folder/complete"
+fi
+echo "$folder/bin"
