@@ -1,0 +1,221 @@
+#include "apps/bench.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "apps/cli.h"
+#include "pagedkv/kernels/kernel_set.h"
+
+namespace pagedkv::apps {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::ordered_json;
+
+struct BenchOptions {
+  ModelOptions model;
+  std::vector<int> num_prompt{512}, num_gen{128}, depth{0}, threads;
+  int repetitions = 5;
+  bool no_warmup = false;
+  std::string output = "md";
+};
+
+struct Case {
+  int num_prompt, num_gen, depth;
+};
+
+// One sequence driven straight through the model, without sampling, as llama-bench does: random tokens, chunks of at most
+// the step's limit, logits for the last token of a prompt and for every generated one.
+class Driver {
+ public:
+  Driver(Model& model, const KvSettings& settings) : model_(model), pool_(pool_options(model.info(), settings)), table_(pool_), random_(1) {}
+
+  void trim_to(int64_t length) { table_.trim_to(length); }
+  void prompt(int n) {
+    while (n > 0) {
+      const int now = std::min(n, model_.max_step_tokens());
+      step(now, n == now ? 1 : 0);
+      n -= now;
+    }
+  }
+  void generate(int n) {
+    for (int i = 0; i < n; ++i) step(1, 1);
+  }
+  const PagePool& pool() const { return pool_; }
+
+ private:
+  void step(int n, int outputs) {
+    std::uniform_int_distribution<int32_t> any(0, model_.info().vocab_size - 1);
+    tokens_.resize(n);
+    for (auto& t : tokens_) t = any(random_);
+    table_.append(n);
+    StepBatch batch;
+    batch.sequences.push_back({&table_, tokens_, outputs});
+    model_.step(batch, pool_);
+  }
+
+  Model& model_;
+  PagePool pool_;
+  BlockTable table_;
+  std::mt19937 random_;
+  std::vector<int32_t> tokens_;
+};
+
+double mean(const std::vector<double>& x) {
+  double sum = 0;
+  for (double v : x) sum += v;
+  return x.empty() ? 0 : sum / static_cast<double>(x.size());
+}
+
+double deviation(const std::vector<double>& x) {
+  if (x.size() < 2) return 0;
+  double sum = 0;
+  for (double v : x) sum += (v - mean(x)) * (v - mean(x));
+  return std::sqrt(sum / static_cast<double>(x.size() - 1));
+}
+
+std::string cpu_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);)
+    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
+  return "unknown";
+}
+
+std::string test_time() {
+  const std::time_t now = std::time(nullptr);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+  return text;
+}
+
+std::string case_name(const Case& c) {
+  std::string name = c.num_prompt && c.num_gen ? "pp" + std::to_string(c.num_prompt) + "+tg" + std::to_string(c.num_gen)
+                     : c.num_prompt            ? "pp" + std::to_string(c.num_prompt)
+                                               : "tg" + std::to_string(c.num_gen);
+  return c.depth ? name + " @ d" + std::to_string(c.depth) : name;
+}
+
+ordered_json run_case(const Case& c, const BenchOptions& o, Model& model, const KvSettings& settings, int threads) {
+  const auto& info = model.info();
+  const int need = c.depth + c.num_prompt + c.num_gen;
+  KvSettings s = settings;
+  if (!s.num_pages) s.num_pages = (need + s.page_size - 1) / s.page_size;
+  Driver driver(model, s);
+  if (!o.no_warmup) {
+    if (c.num_prompt) driver.prompt(std::min(c.num_prompt, model.max_step_tokens()));
+    if (c.num_gen) driver.generate(1);
+  }
+  driver.trim_to(0);
+  driver.prompt(c.depth);
+  std::vector<double> ns;
+  for (int r = 0; r < o.repetitions; ++r) {
+    driver.trim_to(c.depth);
+    const auto begin = Clock::now();
+    driver.prompt(c.num_prompt);
+    driver.generate(c.num_gen);
+    ns.push_back(std::chrono::duration<double, std::nano>(Clock::now() - begin).count());
+  }
+  std::vector<double> ts;
+  for (double t : ns) ts.push_back(1e9 * (c.num_prompt + c.num_gen) / t);
+  std::vector<int64_t> samples_ns(ns.begin(), ns.end());
+  return {{"build_commit", "pagedkv-" PAGEDKV_VERSION_TEXT},
+          {"build_number", 0},
+          {"cpu_info", cpu_name()},
+          {"gpu_info", ""},
+          {"backends", "CPU"},
+          {"kernel_set", kernels().name},
+          {"model_filename", o.model.model},
+          {"model_type", info.description},
+          {"model_size", info.weight_bytes},
+          {"model_n_params", info.num_params},
+          {"n_batch", model.max_step_tokens()},
+          {"n_ubatch", model.max_step_tokens()},
+          {"n_threads", threads},
+          {"type_k", page_format_name(s.key_format)},
+          {"type_v", page_format_name(s.value_format)},
+          {"kv_cache_dtype", format_label(s)},
+          {"block_size", s.page_size},
+          {"exact", info.exact},
+          {"n_gpu_layers", 0},
+          {"flash_attn", true},
+          {"n_prompt", c.num_prompt},
+          {"n_gen", c.num_gen},
+          {"n_depth", c.depth},
+          {"test_time", test_time()},
+          {"avg_ns", static_cast<int64_t>(mean(ns))},
+          {"stddev_ns", static_cast<int64_t>(deviation(ns))},
+          {"avg_ts", mean(ts)},
+          {"stddev_ts", deviation(ts)},
+          {"samples_ns", samples_ns},
+          {"samples_ts", ts}};
+}
+
+void print_markdown(const ordered_json& r, const Case& c, bool first) {
+  if (first) std::printf("| model | kv | threads | exact | test | t/s |\n| --- | --- | --: | --- | --: | --: |\n");
+  std::printf("| %s | %s | %d | %s | %s | %.2f ± %.2f |\n", r["model_type"].get<std::string>().c_str(), r["kv_cache_dtype"].get<std::string>().c_str(),
+              r["n_threads"].get<int>(), r["exact"].get<bool>() ? "yes" : "no", case_name(c).c_str(), r["avg_ts"].get<double>(), r["stddev_ts"].get<double>());
+  std::fflush(stdout);
+}
+
+std::vector<Case> cases_of(const BenchOptions& o) {
+  std::vector<Case> cases;
+  for (int d : o.depth) {
+    for (int p : o.num_prompt) if (p > 0) cases.push_back({p, 0, d});
+    for (int n : o.num_gen) if (n > 0) cases.push_back({0, n, d});
+  }
+  if (cases.empty()) throw std::invalid_argument("nothing to measure: -p and -n are both 0");
+  return cases;
+}
+
+int bench(BenchOptions o) {
+  const auto cases = cases_of(o);
+  const KvSettings settings = o.model.kv_settings();
+  if (o.threads.empty()) o.threads = {o.model.threads()};
+  ordered_json all = ordered_json::array();
+  bool first = true;
+  for (int threads : o.threads) {
+    o.model.num_threads = threads;
+    auto m = load_model(o.model, true, false);
+    for (const auto& c : cases) {
+      if (const int need = c.depth + c.num_prompt + c.num_gen; need > m.model->info().context_length)
+        throw CapacityError(case_name(c) + " needs " + std::to_string(need) + " tokens, the model's context is " +
+                            std::to_string(m.model->info().context_length));
+      const auto result = run_case(c, o, *m.model, settings, o.model.threads());
+      if (o.output == "md") print_markdown(result, c, first);
+      if (o.output == "jsonl") std::cout << result.dump() << std::endl;
+      all.push_back(result);
+      first = false;
+    }
+  }
+  if (o.output == "json") std::cout << all.dump(2) << std::endl;
+  return kOk;
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, int& exit_code) {
+  auto o = std::make_shared<BenchOptions>();
+  auto* sub = app.add_subcommand("bench", "measure prompt and generation speed (llama-bench's flags and JSON fields)");
+  o->model.add_model(*sub);
+  sub->remove_option(sub->get_option("--threads"));
+  sub->add_option("-t,--threads", o->threads, "threads, a list (default: the cores that are free)")->delimiter(',')->check(CLI::Range(1, 1024));
+  add_option(*sub, "-p,--n-prompt", o->num_prompt, "prompt tokens, a list; 0: none")->delimiter(',')->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-n,--n-gen", o->num_gen, "tokens to generate, a list; 0: none")->delimiter(',')->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-d,--n-depth", o->depth, "tokens held before the test, a list")->delimiter(',')->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-r,--repetitions", o->repetitions, "runs of each test")->check(CLI::Range(1, 100000));
+  add_option(*sub, "-o,--output", o->output, "md, json or jsonl")->check(CLI::IsMember({"md", "json", "jsonl"}));
+  sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out");
+  sub->add_option("--flash-attn", "(-fa) accepted: attention is always fused")->group("");
+  o->model.add_pages(*sub);
+  sub->callback([o, &exit_code] { exit_code = bench(*o); });
+}
+
+}  // namespace pagedkv::apps

@@ -1,0 +1,88 @@
+// What the subcommands share: options of model and cache, units, exit codes, log output.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/kv_settings.h"
+#include "models/model.h"
+#include "models/text.h"
+
+namespace pagedkv::apps {
+
+enum ExitCode : int {
+  kOk = 0,
+  kFailure = 1,
+  kUsage = 2,
+  kModel = 4,        // unsupported or corrupt
+  kEnvironment = 5,  // no device, a folder that cannot be used
+  kResource = 6,     // does not fit
+  kInterrupted = 130,
+};
+
+// Something the machine lacks (exit code 5).
+struct EnvironmentError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// "64MiB", "2GiB", "1.5KiB", "4096": bytes. Throws std::invalid_argument naming the text.
+int64_t parse_bytes(const std::string& text);
+// "1.5 GiB"
+std::string format_bytes(int64_t bytes);
+
+// Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
+std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
+
+// Adds an option with its PAGEDKV_<UPPER_SNAKE> variable, named after its first long name. An empty variable counts as unset.
+template <class T>
+CLI::Option* add_option(CLI::App& app, const std::string& names, T& value, const std::string& help);
+CLI::Option* name_variable(CLI::Option* option);
+
+// -m, -t, --exact and the page options.
+struct ModelOptions {
+  std::string model;       // empty: the small model from the cache folder
+  int num_threads = 0;     // 0: default_num_threads()
+  std::string exact = "auto";
+  int num_gpu_layers = 0;
+  std::string kv_format = "f16", key_format, value_format;  // the last two win where given
+  int page_size = 16;
+  int64_t context = -1;    // -1: the model's
+  int32_t num_pages = 0;   // 0: unset
+  bool dynamic = true;
+  std::string max_bytes;   // empty: unset
+  uint64_t shuffle_seed = 0;
+
+  void add_model(CLI::App& app);
+  void add_pages(CLI::App& app);
+  KvSettings kv_settings() const;  // throws std::invalid_argument
+  int threads() const;
+};
+
+// A model with all that goes with it.
+struct LoadedModel {
+  std::unique_ptr<Tokenizer> tokenizer;
+  std::unique_ptr<ChatTemplate> chat_template;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Sampler> make_sampler(const SamplerOptions& options) const;
+  bool toy = false;
+};
+
+// Loads options.model ("toy:" is the toy model). `progress` shows a bar on a terminal.
+LoadedModel load_model(const ModelOptions& options, bool progress, bool text = true);
+
+// The start-up line: family, pages, bytes per token, exact or not, kernels, threads, what fits.
+std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool, int num_threads);
+
+// $XDG_CACHE_HOME/pagedkv, or ~/.cache/pagedkv; PAGEDKV_CACHE_DIR wins.
+std::string cache_folder();
+
+template <class T>
+CLI::Option* add_option(CLI::App& app, const std::string& names, T& value, const std::string& help) {
+  return name_variable(app.add_option(names, value, help)->capture_default_str());
+}
+
+}  // namespace pagedkv::apps

@@ -1,0 +1,80 @@
+// The pagedkv program: arguments in, exit codes out.
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+#include <new>
+
+#include "apps/bench.h"
+#include "apps/cli.h"
+#include "apps/run.h"
+#include "pagedkv/base/log.h"
+
+namespace pagedkv::apps {
+namespace {
+
+void connect_log() {
+  auto logger = spdlog::stderr_color_mt("pagedkv");  // colours on a terminal only
+  logger->set_pattern("pagedkv: %^%v%$");
+  spdlog::set_default_logger(logger);
+  if (const char* no_color = std::getenv("NO_COLOR"); no_color && *no_color)
+    static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())->set_color_mode(spdlog::color_mode::never);
+  set_log_sink([](LogLevel level, std::string_view message) {
+    if (level == LogLevel::kInfo) spdlog::info("{}", message);
+    if (level == LogLevel::kWarning) spdlog::warn("warning: {}", message);
+    if (level == LogLevel::kError) spdlog::error("error: {}", message);
+  });
+}
+
+int report(const std::exception& e, ExitCode code) {
+  log(LogLevel::kError, e.what());
+  return code;
+}
+
+int run_main(int argc, char** argv) {
+  CLI::App app("pagedkv runs language models (GGUF) on a paged KV cache.", "pagedkv");
+  app.set_version_flag("--version", PAGEDKV_VERSION_TEXT);
+  app.require_subcommand(1);
+  app.failure_message(CLI::FailureMessage::simple);
+  int exit_code = kOk;
+  add_run(app, exit_code);
+  add_bench(app, exit_code);
+  auto args = rewrite_short_flags(argc, argv);
+  std::reverse(args.begin(), args.end());  // CLI11 takes them last first
+  try {
+    app.parse(args);
+  } catch (const CLI::ParseError& e) {
+    const int code = app.exit(e);  // prints help and version on stdout, errors on stderr
+    return code == 0 ? kOk : kUsage;
+  }
+  return exit_code;
+}
+
+}  // namespace
+}  // namespace pagedkv::apps
+
+// The one place that turns errors into exit codes.
+int main(int argc, char** argv) {
+  using namespace pagedkv;
+  using namespace pagedkv::apps;
+  try {
+    connect_log();
+    return run_main(argc, argv);
+  } catch (const ModelError& e) {
+    return report(e, kModel);
+  } catch (const EnvironmentError& e) {
+    return report(e, kEnvironment);
+  } catch (const CapacityError& e) {
+    return report(e, kResource);
+  } catch (const MemoryError& e) {
+    return report(e, kResource);
+  } catch (const std::bad_alloc&) {
+    return report(std::runtime_error("out of memory"), kResource);
+  } catch (const std::invalid_argument& e) {
+    return report(e, kUsage);
+  } catch (const std::exception& e) {
+    return report(e, kFailure);
+  }
+}

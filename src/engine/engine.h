@@ -1,0 +1,79 @@
+// Runs requests on a model: continuous batching over one page pool.
+//
+// Each step packs the next token of every running sequence and then chunks of waiting prompts, oldest
+// first, up to a token budget. Not thread-safe: one thread submits, steps and cancels.
+//
+// A request's text and log-probabilities do not depend on what else runs, nor on how its prompt was cut,
+// where the model is exact (ModelInfo::exact).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+
+#include "engine/request.h"
+#include "models/model.h"
+#include "models/text.h"
+
+namespace pagedkv {
+
+using RequestId = int64_t;
+using SamplerFactory = std::function<std::unique_ptr<Sampler>(const SamplerOptions&)>;
+
+struct EngineOptions {
+  int64_t context = 0;         // tokens a sequence may hold; 0: the model's
+  int prefill_chunk = 0;       // most prompt tokens of one sequence in a step; 0: the step's limit
+  int max_seqs = 256;          // sequences that run at once
+};
+
+struct EngineStats {
+  int64_t steps = 0;
+  int64_t prompt_tokens = 0;     // computed
+  int64_t generated_tokens = 0;
+};
+
+class Engine {
+ public:
+  // All references must outlive the engine. Throws std::invalid_argument for options outside their limits.
+  Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool, SamplerFactory make_sampler, EngineOptions options = {});
+  ~Engine();
+
+  // Queues a request; `sink` must outlive it. Throws std::invalid_argument (empty prompt, a token outside the
+  // vocabulary, an empty stop text) and CapacityError (more prompt tokens than the context or the whole pool can hold),
+  // naming the value and the limit.
+  RequestId submit(GenerationRequest request, RequestSink& sink);
+
+  // Ends a request: its pages are free when this returns, and its sink hears kCancelled. Unknown or finished ids
+  // are ignored.
+  void cancel(RequestId id);
+
+  // One iteration. False when no request is left.
+  bool step();
+
+  int64_t context() const noexcept;  // tokens a sequence may hold
+  EngineStats stats() const noexcept;
+  size_t num_requests() const noexcept;
+
+ private:
+  struct Running;
+  struct Work;
+
+  std::vector<Work> schedule();
+  void run(std::vector<Work>& work);
+  void take_outputs(const Work& work, std::span<const float> logits);
+  void take_token(Running& request, std::span<const float> logits);
+  void finish(Running& request, FinishReason reason, std::exception_ptr error = nullptr);
+  void fail_newest_blocked();
+
+  Model& model_;
+  const Tokenizer& tokenizer_;
+  PagePool& pool_;
+  SamplerFactory make_sampler_;
+  EngineOptions options_;
+  std::list<Running> requests_;  // by arrival
+  RequestId next_id_ = 1;
+  EngineStats stats_;
+};
+
+}  // namespace pagedkv

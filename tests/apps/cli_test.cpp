@@ -1,0 +1,249 @@
+// The program as a user calls it: what goes where, and with which exit code.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+namespace pagedkv {
+namespace {
+
+struct Result {
+  int code;
+  std::string out, err;
+};
+
+std::string slurp(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream out;
+  out << in.rdbuf();
+  return out.str();
+}
+
+struct Cli : testing::Test {
+  void SetUp() override {
+    dir = std::filesystem::temp_directory_path() / ("pagedkv_cli_" + std::to_string(getpid()));
+    std::filesystem::create_directories(dir);
+  }
+  void TearDown() override { std::filesystem::remove_all(dir); }
+
+  // Runs the program through the shell; `before` sets variables.
+  Result run(const std::string& args, const std::string& before = "", const std::string& stdin_file = "/dev/null") {
+    const std::string command = before + " '" + PAGEDKV_BINARY + "' " + args + " <" + stdin_file + " >" + dir.string() + "/out 2>" + dir.string() + "/err";
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(dir / "out"), slurp(dir / "err")};
+  }
+  std::string file(const std::string& name, const std::string& content) {
+    std::ofstream(dir / name, std::ios::binary) << content;
+    return (dir / name).string();
+  }
+  static std::string models() {
+    const char* folder = std::getenv("PAGEDKV_TEST_MODELS");
+    EXPECT_NE(folder, nullptr) << "PAGEDKV_TEST_MODELS: run scripts/test.sh, which makes the test models";
+    return folder ? folder : "";
+  }
+  std::filesystem::path dir;
+};
+
+TEST_F(Cli, TheAnswerAloneGoesToStdout) {
+  const auto r = run("run -m toy: -n 20 hello");
+  EXPECT_EQ(r.code, 0);
+  EXPECT_EQ(r.out.size(), 21u) << r.out;  // 20 letters and a newline
+  EXPECT_NE(r.err.find("toy"), std::string::npos);
+  EXPECT_EQ(run("generate -m toy: -n 20 hello").out, r.out);
+}
+
+TEST_F(Cli, ThePromptComesFromArgumentFileOrStdin) {
+  const auto want = run("run -m toy: -n 20 'hello world'").out;
+  const auto prompt = file("prompt", "hello world\n");
+  EXPECT_EQ(run("run -m toy: -n 20 hello world").out, want);
+  EXPECT_EQ(run("run -m toy: -n 20", "", prompt).out, want);
+  EXPECT_EQ(run("run -m toy: -n 20 --file " + file("exact", "hello world")).out, want);
+  EXPECT_EQ(run("run -m toy: -n 20").code, 2);
+  EXPECT_EQ(run("run -m toy: -n 20 --file /nonexistent").code, 2);
+  EXPECT_EQ(run("run -m toy: -n 20 hello --file " + prompt).code, 2);
+}
+
+TEST_F(Cli, HelpAndVersionGoToStdout) {
+  for (const char* args : {"--help", "--version", "run --help", "bench --help"}) {
+    const auto r = run(args);
+    EXPECT_EQ(r.code, 0) << args;
+    EXPECT_FALSE(r.out.empty()) << args;
+    EXPECT_TRUE(r.err.empty()) << args << r.err;
+  }
+}
+
+TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
+  const struct { const char* args; const char* names; } cases[] = {
+      {"", "subcommand"},
+      {"fly", "fly"},
+      {"run -m toy: x --frobnicate", "frobnicate"},
+      {"run -m toy: x -c 0", "-c 0"},
+      {"run -m toy: x -c 1000000", "1000000"},
+      {"run -m toy: x --kv-cache-dtype q5", "q5"},
+      {"run -m toy: x --block-size 257", "257"},
+      {"run -m toy: x --block-size 0", "0"},
+      {"run -m toy: x --num-blocks 0", "num-blocks"},
+      {"run -m toy: x --kv-cache-memory-bytes lots", "lots"},
+      {"run -m toy: x --kv-cache-memory-bytes 0", "positive"},
+      {"run -m toy: x --exact maybe", "maybe"},
+      {"run -m toy: x -t -1", "threads"},
+      {"run -m toy: x --temperature -1", "temperature"},
+      {"run -m toy: x --top-p 1.5", "top-p"},
+      {"run -m toy: x -n -2", "predict"},
+      {"run -m toy: x --stop ''", "stop"},
+      {"bench -m toy: -p 0 -n 0", "nothing"},
+      {"bench -m toy: -o xml", "xml"},
+  };
+  for (const auto& c : cases) {
+    const auto r = run(c.args);
+    EXPECT_EQ(r.code, 2) << c.args << r.err;
+    EXPECT_NE(r.err.find(c.names), std::string::npos) << c.args << ": " << r.err;
+    EXPECT_TRUE(r.out.empty()) << c.args << r.out;
+  }
+}
+
+TEST_F(Cli, VariablesStandForFlagsAndFlagsWin) {
+  const auto want = run("run -m toy: -n 7 x").out;
+  EXPECT_EQ(run("run x", "PAGEDKV_MODEL=toy: PAGEDKV_PREDICT=7").out, want);
+  EXPECT_EQ(run("run -n 7 x", "PAGEDKV_MODEL=toy: PAGEDKV_PREDICT=9").out, want);
+  EXPECT_EQ(run("run -m toy: x", "PAGEDKV_KV_CACHE_DTYPE=q5").code, 2);
+  const auto q8 = run("run -m toy: -n 7 x", "PAGEDKV_KV_CACHE_DTYPE=q8");
+  EXPECT_NE(q8.err.find("pages q8"), std::string::npos) << q8.err;
+}
+
+TEST_F(Cli, SpellingsOfThePageFormat) {
+  EXPECT_NE(run("run -m toy: -n 1 x -ctk q8_0 -ctv f32").err.find("k=q8,v=f32"), std::string::npos);
+  EXPECT_NE(run("run -m toy: -n 1 x --paged-kv-quantization off").err.find("pages f16"), std::string::npos);
+  EXPECT_NE(run("run -m toy: -n 1 x --kv-quant int8").err.find("pages q8"), std::string::npos);
+}
+
+TEST_F(Cli, JsonIsOneObjectWithTextTokensUsageTimingsAndStats) {
+  const auto plain = run("run -m toy: -n 20 hello");
+  const auto r = run("run -m toy: -n 20 --json hello");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto j = nlohmann::json::parse(r.out);
+  EXPECT_EQ(j["text"].get<std::string>() + "\n", plain.out);
+  EXPECT_EQ(j["finish_reason"], "length");
+  EXPECT_EQ(j["tokens"].size(), 20u);
+  EXPECT_EQ(j["prompt_tokens"].size(), 5u);
+  EXPECT_TRUE(j["prompt_tokens"][0]["logprob"].is_null());
+  EXPECT_LT(j["prompt_tokens"][1]["logprob"].get<double>(), 0);
+  EXPECT_LT(j["tokens"][0]["logprob"].get<double>(), 0);
+  EXPECT_EQ(j["usage"]["prompt_tokens"], 5);
+  EXPECT_EQ(j["usage"]["completion_tokens"], 20);
+  EXPECT_EQ(j["usage"]["total_tokens"], 25);
+  EXPECT_EQ(j["stats"]["pages_peak"], 2);  // 5 + 19 stored tokens
+  EXPECT_EQ(j["stats"]["bytes_moved"], 0);
+  EXPECT_GT(j["timings"]["first_token_ms"].get<double>(), 0);
+}
+
+TEST_F(Cli, StatsNameThePagesTheRunNeeded) {
+  const auto r = run("run -m toy: -n 60 --stats --num-blocks 1 hello");
+  EXPECT_EQ(r.code, 0);
+  EXPECT_NE(r.err.find("needed --num-blocks 4"), std::string::npos) << r.err;
+  EXPECT_NE(r.err.find("growth events"), std::string::npos) << r.err;
+}
+
+TEST_F(Cli, WhatDoesNotFitIsSix) {
+  const auto grown = run("run -m toy: -n 60 --num-blocks 1 --no-dynamic hello");
+  EXPECT_EQ(grown.code, 6);
+  EXPECT_NE(grown.err.find("16"), std::string::npos) << grown.err;
+  const auto longer = run("run -m toy: -c 4 hello");
+  EXPECT_EQ(longer.code, 6);
+  EXPECT_NE(longer.err.find("5 tokens"), std::string::npos) << longer.err;
+  EXPECT_EQ(run("run -m toy: --kv-cache-memory-bytes 100 --no-dynamic hello").code, 6);
+}
+
+TEST_F(Cli, KernelSetsAreChosenByName) {
+  const auto want = run("run -m toy: -n 20 hello");
+  const auto r = run("run -m toy: -n 20 hello", "PAGEDKV_KERNELS=reference");
+  EXPECT_EQ(r.out, want.out);
+  EXPECT_NE(r.err.find("kernels reference"), std::string::npos) << r.err;
+  const auto unknown = run("run -m toy: -n 20 hello", "PAGEDKV_KERNELS=sse9");
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_NE(unknown.err.find("sse9"), std::string::npos) << unknown.err;
+}
+
+#ifdef PAGEDKV_TEST_HOOKS
+TEST_F(Cli, WithoutAFastSetTheReferenceRunsAndSaysSoOnce) {
+  const auto r = run("run -m toy: -n 20 hello", "PAGEDKV_KERNELS_HIDE=avx512,avx2");
+  EXPECT_EQ(r.code, 0);
+  const auto first = r.err.find("warning:");
+  ASSERT_NE(first, std::string::npos) << r.err;
+  EXPECT_EQ(r.err.find("warning:", first + 1), std::string::npos) << r.err;
+  EXPECT_EQ(r.out, run("run -m toy: -n 20 hello").out);
+}
+#endif
+
+TEST_F(Cli, ModelErrorsAreFour) {
+  EXPECT_EQ(run("run -m /nonexistent.gguf x").code, 4);
+  EXPECT_EQ(run("run -m " + dir.string() + " x").code, 4);
+  EXPECT_EQ(run("run -m " + file("empty.gguf", "") + " x").code, 4);
+  EXPECT_EQ(run("run -m " + file("noise.gguf", std::string(5000, '\x7f')) + " x").code, 4);
+  const std::string whole = slurp(models() + "/chain.gguf");
+  ASSERT_FALSE(whole.empty());
+  for (size_t cut : {3ul, 8ul, 100ul, 5000ul, whole.size() / 2, whole.size() - 1}) {
+    const auto r = run("run -m " + file("cut.gguf", whole.substr(0, cut)) + " x");
+    EXPECT_EQ(r.code, 4) << cut << r.err;
+    EXPECT_NE(r.err.find("cut.gguf"), std::string::npos) << r.err;
+  }
+  const auto missing = run("run x", "PAGEDKV_CACHE_DIR=" + dir.string());
+  EXPECT_EQ(missing.code, 4);
+  EXPECT_NE(missing.err.find("-m"), std::string::npos) << missing.err;
+}
+
+TEST_F(Cli, AGpuIsRefusedWithTheReason) {
+  const auto r = run("run -m toy: -ngl 1 x");
+  EXPECT_EQ(r.code, 5);
+  EXPECT_NE(r.err.find("CPU"), std::string::npos) << r.err;
+}
+
+TEST_F(Cli, AReadOnlyCacheFolderDoesNotMatterToARun) {
+  EXPECT_EQ(run("run -m toy: -n 3 x", "PAGEDKV_CACHE_DIR=/proc").code, 0);
+}
+
+TEST_F(Cli, AFullDeviceIsReported) {
+  const std::string command = std::string("'") + PAGEDKV_BINARY + "' run -m toy: -n 20 hello >/dev/full 2>" + dir.string() + "/err";
+  const int status = std::system(command.c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 1);
+  EXPECT_NE(slurp(dir / "err").find("standard output"), std::string::npos);
+}
+
+// The CHAIN model knows its text exactly.
+TEST_F(Cli, ARealModelFileWritesItsText) {
+  const std::string chain = "run -m " + models() + "/chain.gguf ";
+  EXPECT_EQ(run(chain + "-n 26 ABC").out, "DEFGHIJKLMNOPQRSTUVWXYZABC\n");
+  EXPECT_EQ(run(chain + "-n 26 --stop GHI ABC").out, "DEF\n");
+  EXPECT_EQ(run(chain + "-n 26 --stop GHX ABC").out, "DEFGHIJKLMNOPQRSTUVWXYZABC\n");
+  EXPECT_EQ(run(chain + "-n 26 x").out, "yz.\n");
+  EXPECT_EQ(run(chain + "-n 8 '\xf0\x9f\xa6\x99'").out, "\xf0\x9f\xa6\x99\xf0\x9f\xa6\x99\n");
+  EXPECT_EQ(run(chain + "-n 10 '\xf0\x9f\xa6\x99'").out, "\xf0\x9f\xa6\x99\xf0\x9f\xa6\x99\xef\xbf\xbd\n");
+  const auto j = nlohmann::json::parse(run(chain + "-n 3 --json x").out);
+  EXPECT_EQ(j["finish_reason"], "length");
+  EXPECT_NEAR(j["tokens"][0]["logprob"].get<double>(), -1.25e-5, 1e-5);
+  const auto end = nlohmann::json::parse(run(chain + "-n 30 --json x").out);
+  EXPECT_EQ(end["finish_reason"], "stop");
+}
+
+TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
+  const auto r = run("bench -m toy: -p 32 -n 4 -d 0,64 -r 2 -t 1 -o json");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto rows = nlohmann::json::parse(r.out);
+  ASSERT_EQ(rows.size(), 4u);
+  for (const auto& row : rows) {
+    for (const char* key : {"model_filename", "model_size", "model_n_params", "n_threads", "type_k", "type_v", "n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"})
+      EXPECT_TRUE(row.contains(key)) << key;
+    EXPECT_EQ(row["samples_ns"].size(), 2u);
+    EXPECT_GT(row["avg_ts"].get<double>(), 0);
+  }
+  EXPECT_EQ(rows[3]["n_depth"], 64);
+}
+
+}  // namespace
+}  // namespace pagedkv

@@ -1,0 +1,222 @@
+#include "engine/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "engine/kv_settings.h"
+#include "models/toy/toy_model.h"
+
+namespace pagedkv {
+namespace {
+
+struct Recorder final : RequestSink {
+  void on_prompt(int64_t done, int64_t) override { chunks.push_back(done); }
+  void on_prompt_logprob(int64_t index, double logprob) override {
+    EXPECT_EQ(index, static_cast<int64_t>(prompt_logprobs.size()) + 1);
+    prompt_logprobs.push_back(logprob);
+  }
+  void on_token(const TokenEvent& e) override {
+    EXPECT_FALSE(finished);
+    tokens.push_back(e.id);
+    text += e.text;
+    if (e.logprob) logprobs.push_back(*e.logprob);
+  }
+  void on_finish(FinishReason r, std::string_view rest, std::exception_ptr e) override {
+    EXPECT_FALSE(finished) << "heard of the end twice";
+    finished = true;
+    reason = r;
+    text += rest;
+    error = e;
+  }
+  bool operator==(const Recorder& o) const {
+    return tokens == o.tokens && text == o.text && logprobs == o.logprobs && prompt_logprobs == o.prompt_logprobs && reason == o.reason;
+  }
+  std::vector<int64_t> chunks;
+  std::vector<int32_t> tokens;
+  std::vector<double> logprobs, prompt_logprobs;
+  std::string text;
+  bool finished = false;
+  FinishReason reason = FinishReason::kError;
+  std::exception_ptr error;
+};
+
+struct Fixture {
+  explicit Fixture(KvSettings kv = {}, EngineOptions options = {}, ToyOptions toy = {})
+      : model(make_toy_model(toy)), pool(pool_options(model->info(), kv)), engine(*model, *tokenizer, pool, make_toy_sampler, options) {}
+  GenerationRequest request(const std::string& prompt, int64_t max_new_tokens) const {
+    GenerationRequest r;
+    r.prompt = tokenizer->tokenize(prompt, true, true);
+    r.max_new_tokens = max_new_tokens;
+    r.logprobs = r.prompt_logprobs = true;
+    return r;
+  }
+  void run_all() { while (engine.step()) pool.verify(); }
+  std::unique_ptr<Tokenizer> tokenizer = make_toy_tokenizer();
+  std::unique_ptr<Model> model;
+  PagePool pool;
+  Engine engine;
+};
+
+Recorder alone(const std::string& prompt, int64_t n, KvSettings kv = {}, EngineOptions options = {}) {
+  Fixture f(kv, options);
+  Recorder r;
+  f.engine.submit(f.request(prompt, n), r);
+  f.run_all();
+  return r;
+}
+
+TEST(Engine, TextDoesNotDependOnChunkingPagesOrFormat) {
+  const std::string prompt(300, 'x');
+  const Recorder want = alone(prompt, 50);
+  EXPECT_EQ(want.tokens.size(), 50u);
+  EXPECT_EQ(want.prompt_logprobs.size(), 299u);
+  for (int chunk : {1, 7, 16, 511})
+    for (int page_size : {1, 16, 64})
+      for (auto format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8})
+        for (uint64_t shuffle : {0, 5}) {
+          KvSettings kv;
+          kv.page_size = page_size;
+          kv.key_format = kv.value_format = format;
+          kv.shuffle_seed = shuffle;
+          EXPECT_TRUE(alone(prompt, 50, kv, {.prefill_chunk = chunk}) == want) << chunk << ' ' << page_size << ' ' << shuffle;
+        }
+}
+
+TEST(Engine, BatchedRequestsGiveWhatTheyGiveAlone) {
+  std::mt19937 random(3);
+  std::vector<std::string> prompts;
+  for (int i = 0; i < 20; ++i) prompts.push_back(std::string(1 + random() % 200, static_cast<char>('a' + i)));
+  Fixture f({}, {.prefill_chunk = 64, .max_seqs = 8}, {.max_step_tokens = 100});
+  std::vector<Recorder> got(prompts.size());
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    f.engine.submit(f.request(prompts[i], 5 + static_cast<int64_t>(i)), got[i]);
+    f.engine.step();
+  }
+  f.run_all();
+  for (size_t i = 0; i < prompts.size(); ++i) EXPECT_TRUE(got[i] == alone(prompts[i], 5 + static_cast<int64_t>(i))) << i;
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+}
+
+TEST(Engine, PromptChunksKeepToTheirLimit) {
+  const Recorder r = alone(std::string(20, 'a'), 1, {}, {.prefill_chunk = 8});
+  EXPECT_EQ(r.chunks, (std::vector<int64_t>{8, 16, 20}));
+}
+
+TEST(Engine, EndsAtTheModelsEndAtAStopTextAndAtTheContext) {
+  Fixture ends({}, {}, {.end_after = 30});
+  Recorder r;
+  ends.engine.submit(ends.request("abc", -1), r);
+  ends.run_all();
+  EXPECT_EQ(r.reason, FinishReason::kStop);
+  EXPECT_EQ(r.tokens.back(), kToyEnd);
+  EXPECT_EQ(r.tokens.size(), 28u);  // 3 + 27 letters, then the end
+
+  const std::string text = alone("abc", 40).text;
+  Fixture stops;
+  Recorder s;
+  auto request = stops.request("abc", 40);
+  request.stop = {text.substr(10, 4)};
+  stops.engine.submit(std::move(request), s);
+  stops.run_all();
+  EXPECT_EQ(s.reason, FinishReason::kStop);
+  EXPECT_EQ(s.text, text.substr(0, text.find(text.substr(10, 4))));
+
+  const Recorder full = alone(std::string(500, 'a'), 100, {.context = 512}, {.context = 512});
+  EXPECT_EQ(full.reason, FinishReason::kLength);
+  EXPECT_EQ(full.tokens.size(), 12u);
+}
+
+TEST(Engine, RefusesAtOnceWhatCanNeverRun) {
+  Fixture f({.context = 512}, {.context = 512});
+  Recorder r;
+  EXPECT_THROW(f.engine.submit(f.request("", 1), r), std::invalid_argument);
+  auto foreign = f.request("a", 1);
+  foreign.prompt[0] = kToyVocabSize;
+  EXPECT_THROW(f.engine.submit(foreign, r), std::invalid_argument);
+  auto stop = f.request("a", 1);
+  stop.stop = {""};
+  EXPECT_THROW(f.engine.submit(stop, r), std::invalid_argument);
+  try {
+    f.engine.submit(f.request(std::string(600, 'a'), 1), r);
+    FAIL() << "600 tokens were taken";
+  } catch (const CapacityError& e) {
+    EXPECT_NE(std::string(e.what()).find("600"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("512"), std::string::npos) << e.what();
+  }
+  EXPECT_EQ(f.engine.num_requests(), 0u);
+}
+
+TEST(Engine, FailsARequestThatOutgrowsAFixedPoolAndServesTheNext) {
+  KvSettings kv;
+  kv.num_pages = 4;  // 64 tokens
+  kv.dynamic = false;
+  Fixture f(kv);
+  Recorder big, small;
+  f.engine.submit(f.request(std::string(60, 'a'), 100), big);
+  f.run_all();
+  EXPECT_EQ(big.reason, FinishReason::kError);
+  EXPECT_EQ(big.tokens.size(), 5u);  // 64 stored tokens foretell one more
+  EXPECT_THROW(std::rethrow_exception(big.error), CapacityError);
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+  f.engine.submit(f.request("abc", 10), small);
+  f.run_all();
+  EXPECT_TRUE(small == alone("abc", 10));
+}
+
+TEST(Engine, ARowThatIsNotFiniteFailsItsRequestAlone) {
+  Fixture f({}, {}, {.poison_token = '!'});
+  Recorder bad, good;
+  auto request = f.request("abc!", 10);
+  request.prompt_logprobs = false;
+  f.engine.submit(std::move(request), bad);
+  f.engine.submit(f.request("abc", 10), good);
+  f.run_all();
+  EXPECT_EQ(bad.reason, FinishReason::kError);
+  EXPECT_THROW(std::rethrow_exception(bad.error), std::runtime_error);
+  EXPECT_TRUE(good == alone("abc", 10));
+}
+
+TEST(Engine, CancelFreesThePagesAtOnce) {
+  Fixture f;
+  Recorder a, b;
+  const RequestId id = f.engine.submit(f.request(std::string(100, 'a'), -1), a);
+  f.engine.submit(f.request("abc", 10), b);
+  f.engine.step();
+  EXPECT_GE(f.pool.stats().pages_held, 7);
+  f.engine.cancel(id);
+  EXPECT_LE(f.pool.stats().pages_held, 1);
+  EXPECT_EQ(a.reason, FinishReason::kCancelled);
+  f.engine.cancel(id);
+  f.run_all();
+  EXPECT_TRUE(b == alone("abc", 10));
+}
+
+TEST(Engine, SampledTextIsRepeatableBySeed) {
+  const auto sampled = [](uint64_t seed) {
+    Fixture f;
+    Recorder r;
+    auto request = f.request("abc", 60);
+    request.sampler.temperature = 2;
+    request.sampler.seed = seed;
+    f.engine.submit(std::move(request), r);
+    f.run_all();
+    return r.text;
+  };
+  EXPECT_EQ(sampled(1), sampled(1));
+  EXPECT_NE(sampled(1), sampled(2));
+}
+
+TEST(Engine, WindowedLayersLiveInAGroupOfTheirOwn) {
+  Fixture f({}, {}, {.sliding_window = 32});
+  EXPECT_EQ(f.pool.num_groups(), 2);
+  Recorder r;
+  f.engine.submit(f.request("abc", 100), r);
+  f.run_all();
+  EXPECT_EQ(r.tokens, alone("abc", 100).tokens);
+}
+
+}  // namespace
+}  // namespace pagedkv
