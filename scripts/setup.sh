@@ -83,12 +83,12 @@ make_venv() {
   printf '%s\n' "$wanted" > "$venv/.pagedkv"
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+pip() { PIP_CACHE_DIR=$cache_dir/pip "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # download NAME==VERSION SHA256 FOLDER: the one file of that hash, without what it depends on
 download() {
   printf '%s --hash=sha256:%s\n' "$1" "$2" > "$3/requirement.txt"
-  PATH=$venv/bin:$PATH pip download -q --no-deps --no-build-isolation --require-hashes "${@:4}" \
+  PATH=$venv/bin:$PATH pip download -q --no-cache-dir --no-deps --no-build-isolation --require-hashes "${@:4}" \
     -r "$3/requirement.txt" -d "$3"
 }
 
