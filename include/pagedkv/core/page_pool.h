@@ -58,7 +58,7 @@ struct PagePoolStats {
   int64_t pages_held = 0;
   int64_t pages_peak = 0;       // most held at once
   int64_t bytes_reserved = 0;   // address space
-  int64_t bytes_committed = 0;  // backed by memory
+  int64_t bytes_committed = 0;  // of committed pages; the kernel rounds up to whole OS pages, array by array
   int64_t bytes_in_use = 0;     // of held pages
   int64_t bytes_limit = 0;      // most bytes the pool may commit, as last computed
   int64_t bytes_moved = 0;      // copied or moved by growth: always 0
@@ -72,6 +72,14 @@ struct PagePoolStats {
 //   max(required, (3 * current + 1) / 2, current + 1), not beyond max(window_pages, current) where
 //   window_pages > 0 and required <= window_pages.
 int64_t grown_pages(int64_t current, int64_t required, int64_t window_pages) noexcept;
+
+// One group's part of an allocation: fills `out` with pages. `room` is how many pages the asking
+// sequence may take at most, this call included (0: unknown); growth leaves no more than that unused.
+struct PageRequest {
+  int group = 0;
+  std::span<PageId> out;
+  int64_t room = 0;
+};
 
 class PagePool {
  public:
@@ -89,10 +97,10 @@ class PagePool {
   int group_of_layer(int layer) const noexcept;
   LayerPages layer_pages(int layer) const noexcept;  // stays valid across growth
 
-  // Takes out.size() pages of a group, each with one reference: all or nothing. Grows by grown_pages()
-  // when that is needed and allowed; `room` is how many pages the asking sequence may take at most, this
-  // call included (0: unknown), and growth leaves no more than that unused. False: nothing has
+  // Takes the pages of every request, each with one reference: all or nothing over all requests, which
+  // name different groups. Grows by grown_pages() where that is needed and allowed. False: nothing has
   // changed, and refusal() and refusal_text() say why.
+  [[nodiscard]] bool try_allocate(std::span<const PageRequest> requests);
   [[nodiscard]] bool try_allocate(int group, std::span<PageId> out, int64_t room = 0);
 
   // One more reference to each page. The pages must be held.
@@ -100,7 +108,9 @@ class PagePool {
   // One reference less; pages without any become free. Throws std::invalid_argument, having changed
   // nothing, when a page is not held (as often as listed).
   void release(int group, std::span<const PageId> pages);
-  int32_t references(int group, PageId page) const;
+  int32_t references(int group, PageId page) const noexcept;  // 0: not held
+  // Copies the bytes of a page in every layer of the group, scales included. Both must be held.
+  void copy_page(int group, PageId from, PageId to);
 
   int64_t capacity(int group) const noexcept;    // pages usable without growth
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
