@@ -20,12 +20,14 @@ class BlockTable {
   BlockTable& operator=(const BlockTable&) = delete;
   ~BlockTable();
 
-  int64_t length() const noexcept { return length_; }      // tokens
-  int64_t capacity() const noexcept;                       // tokens that fit without another page
+  int64_t length() const noexcept { return length_; }  // tokens
+  int64_t capacity() const noexcept;                   // tokens that fit without another page
   int64_t context_window() const noexcept { return context_window_; }  // 0: none
 
-  // Makes room for num_tokens more in every group and counts them as held; all or nothing. False: the
-  // window or the pool refuses; nothing has changed, and refusal_text() names the need and the limit.
+  // Makes room for num_tokens more in every group and counts them as held; all or nothing. False:
+  // the window or the pool refuses; nothing has changed, and refusal_text() names the need and the
+  // limit. A last page that is partly filled and shared (after share_prefix() and trim_to()) is
+  // copied first, so that the new tokens are seen by this sequence alone.
   [[nodiscard]] bool try_append(int64_t num_tokens);
   // The same, throwing CapacityError or MemoryError.
   void append(int64_t num_tokens);
@@ -35,8 +37,8 @@ class BlockTable {
   // std::invalid_argument for a length outside 0..length().
   void trim_to(int64_t length);
 
-  // A table that holds the first num_pages full pages together with this one (reference counts rise;
-  // no byte is copied).
+  // A table that holds the first num_pages full pages together with this one (reference counts
+  // rise; no byte is copied).
   [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
 
   std::span<const PageId> pages(int group) const noexcept { return pages_[group]; }
@@ -45,10 +47,18 @@ class BlockTable {
   void slot_mapping(int group, int64_t first, std::span<int64_t> out) const;
 
  private:
+  bool refuse(PagePool::Refusal why, std::string text);
+  bool check_limits(int64_t num_tokens);
+  bool last_page_is_shared(int group) const noexcept;
+  int64_t missing_pages(int group, int64_t new_length) const noexcept;
+  bool take_pages(int64_t new_length);
+  void replace_shared(int group, size_t index);
+
   PagePool* pool_;
   std::vector<std::vector<PageId>> pages_;  // [group][page of the sequence]
   int64_t length_ = 0;
   int64_t context_window_ = 0;
+  PagePool::Refusal refusal_ = PagePool::Refusal::kNone;
   std::string refusal_text_;
 };
 

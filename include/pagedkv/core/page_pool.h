@@ -1,10 +1,10 @@
 // The pages of a model's keys and values, and who holds them.
 //
-// A pool has one or more layer groups: sets of layers whose tokens live equally long (all of them, or
-// the last `sliding_window`). A group has its own page ids, valid in each of its layers; all groups
-// share one byte budget. Every array reserves address space for the most pages it may ever have and
-// commits memory by moving one boundary: growth neither moves nor copies a byte, and every pointer
-// stays valid for the pool's life.
+// A pool has one or more layer groups: sets of layers whose tokens live equally long (all of them,
+// or the last `sliding_window`). A group has its own page ids, valid in each of its layers; all
+// groups share one byte budget. Every array reserves address space for the most pages it may ever
+// have and commits memory by moving one boundary: growth neither moves nor copies a byte, and every
+// pointer stays valid for the pool's life.
 //
 // A page is free or held (references >= 1). Not thread-safe: one thread, the step loop, calls it.
 #pragma once
@@ -37,15 +37,16 @@ struct LayerGroupSpec {
 
 struct PagePoolOptions {
   std::vector<LayerGroupSpec> groups;
-  int page_size = 16;       // tokens, 1..256
-  int32_t num_pages = 1024; // of each group before any growth; reserved at once, committed by the first allocation:
-                            // all of them, or as needed when `dynamic`
-  bool dynamic = true;      // grow beyond num_pages
-  int64_t max_bytes = 0;    // over all groups, 0: what the machine and its cgroup allow
+  int page_size = 16;        // tokens, 1..256
+  int32_t num_pages = 1024;  // of each group before any growth; reserved at once, committed by the
+                             // first allocation: all of them, or as needed when `dynamic`
+  bool dynamic = true;    // grow beyond num_pages
+  int64_t max_bytes = 0;  // over all groups, 0: what the machine and its cgroup allow
   int64_t headroom_bytes = int64_t{256} << 20;  // left to the rest of the machine
-  int32_t max_pages = 0;    // of each group: the address space reserved; 0: from max_bytes or memory
+  int32_t max_pages = 0;  // of each group: the address space reserved; 0: from max_bytes or memory
   uint64_t shuffle_seed = 0;  // not 0: hand out page ids in a shuffled order (tests)
-  // Asked before each commit with the bytes it adds; false refuses it as the machine would. For tests of failure.
+  // Asked before each commit with the bytes it adds; false refuses it as the machine would. For
+  // tests of failure.
   std::function<bool(int64_t bytes)> commit_hook;
   // What the machine can still give, in bytes; unset: the cgroup and /proc/meminfo. For tests.
   std::function<int64_t()> available_bytes;
@@ -53,19 +54,20 @@ struct PagePoolOptions {
 
 // Counters over all groups; bytes of pages and scales.
 struct PagePoolStats {
-  int64_t pages_capacity = 0;   // page ids that may be handed out without growth
+  int64_t pages_capacity = 0;  // page ids that may be handed out without growth
   int64_t pages_committed = 0;
   int64_t pages_held = 0;
-  int64_t pages_peak = 0;       // most held at once
-  int64_t bytes_reserved = 0;   // address space
-  int64_t bytes_committed = 0;  // backed by memory
-  int64_t bytes_in_use = 0;     // of held pages
-  int64_t bytes_limit = 0;      // most bytes the pool may commit, as last computed
-  int64_t bytes_moved = 0;      // copied or moved by growth: always 0
-  int64_t allocations = 0;      // successful calls
+  int64_t pages_peak = 0;      // most held at once
+  int64_t bytes_reserved = 0;  // address space
+  int64_t bytes_committed =
+      0;  // of committed pages; the kernel rounds up to whole OS pages, array by array
+  int64_t bytes_in_use = 0;  // of held pages
+  int64_t bytes_limit = 0;   // most bytes the pool may commit, as last computed
+  int64_t bytes_moved = 0;   // copied or moved by growth: always 0
+  int64_t allocations = 0;   // successful calls
   int64_t grow_events = 0;
   int64_t commit_events = 0;
-  int64_t refusals = 0;         // allocations that failed
+  int64_t refusals = 0;  // allocations that failed
 };
 
 // The seed's growth formula: pages to have so that `required` fit, from `current`:
@@ -73,26 +75,35 @@ struct PagePoolStats {
 //   window_pages > 0 and required <= window_pages.
 int64_t grown_pages(int64_t current, int64_t required, int64_t window_pages) noexcept;
 
+// One group's part of an allocation: fills `out` with pages. `room` is how many pages the asking
+// sequence may take at most, this call included (0: unknown); growth leaves no more than that
+// unused.
+struct PageRequest {
+  int group = 0;
+  std::span<PageId> out;
+  int64_t room = 0;
+};
+
 class PagePool {
  public:
-  // Throws std::invalid_argument (a value outside its limits), MemoryError (the first num_pages, without
-  // growth, are more than the budget; address space refused).
+  // Throws std::invalid_argument (a value outside its limits), MemoryError (the first num_pages,
+  // without growth, are more than the budget; address space refused).
   explicit PagePool(PagePoolOptions options);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
   int num_groups() const noexcept;
-  int num_layers() const noexcept;            // over all groups, group by group
+  int num_layers() const noexcept;  // over all groups, group by group
   int page_size() const noexcept;
   int sliding_window(int group) const noexcept;
   int group_of_layer(int layer) const noexcept;
   LayerPages layer_pages(int layer) const noexcept;  // stays valid across growth
 
-  // Takes out.size() pages of a group, each with one reference: all or nothing. Grows by grown_pages()
-  // when that is needed and allowed; `room` is how many pages the asking sequence may take at most, this
-  // call included (0: unknown), and growth leaves no more than that unused. False: nothing has
-  // changed, and refusal() and refusal_text() say why.
+  // Takes the pages of every request, each with one reference: all or nothing over all requests,
+  // which name different groups. Grows by grown_pages() where that is needed and allowed. False:
+  // nothing has changed, and refusal() and refusal_text() say why.
+  [[nodiscard]] bool try_allocate(std::span<const PageRequest> requests);
   [[nodiscard]] bool try_allocate(int group, std::span<PageId> out, int64_t room = 0);
 
   // One more reference to each page. The pages must be held.
@@ -100,7 +111,9 @@ class PagePool {
   // One reference less; pages without any become free. Throws std::invalid_argument, having changed
   // nothing, when a page is not held (as often as listed).
   void release(int group, std::span<const PageId> pages);
-  int32_t references(int group, PageId page) const;
+  int32_t references(int group, PageId page) const noexcept;  // 0: not held
+  // Copies the bytes of a page in every layer of the group, scales included. Both must be held.
+  void copy_page(int group, PageId from, PageId to);
 
   int64_t capacity(int group) const noexcept;    // pages usable without growth
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
@@ -113,7 +126,8 @@ class PagePool {
   const std::string& refusal_text() const noexcept;
 
   PagePoolStats stats() const noexcept;
-  // Bytes of the committed arrays that the kernel really holds (mincore). Slow: for reports and tests.
+  // Bytes of the committed arrays that the kernel really holds (mincore). Slow: for reports and
+  // tests.
   int64_t bytes_resident() const;
 
   // Recounts everything: each page free or held, none twice on the free list, references equal to

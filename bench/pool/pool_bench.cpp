@@ -1,0 +1,132 @@
+// What the page pool costs, as JSON on stdout:
+//   allocate_release_ns  one page taken and given back (median of batches)
+//   grow_step            one commit of the same number of pages at 16 MiB and at 1 GiB held, budget
+//   asked
+//                        of the machine each time; the two alternate over pools of their own
+//   budget_us            asking the machine what is left (part of each commit)
+// Usage: pool_bench [small held MiB = 16] [large held MiB = 1024] [pairs = 9]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "core/memory_budget.h"
+#include "pagedkv/core/page_pool.h"
+
+namespace {
+
+using namespace pagedkv;
+using Clock = std::chrono::steady_clock;
+
+double ns_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
+}
+
+constexpr int kSteps = 4;  // of each pool
+
+struct Spread {
+  double median, low, high;
+};
+
+Spread spread(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return {values[values.size() / 2], values.front(), values.back()};
+}
+
+// 30 layers of 3 kv heads x 64, f16, K and V: SmolLM2-135M.
+PagePoolOptions model() {
+  PagePoolOptions options;
+  options.groups = {
+      {0, std::vector<LayerSpec>(30, {3, 64, 64, PageFormat::kF16, PageFormat::kF16})}};
+  options.num_pages = 1;
+  return options;
+}
+
+void take(PagePool& pool, std::vector<PageId>& pages, int64_t count) {
+  pages.resize(static_cast<size_t>(count));
+  if (!pool.try_allocate(0, pages)) throw std::runtime_error(pool.refusal_text());
+}
+
+Spread allocate_release() {
+  PagePool pool(model());
+  std::vector<PageId> pages;
+  take(pool, pages, 512);
+  pool.release(0, pages);
+  constexpr int kBatch = 100000;
+  std::vector<double> ns;
+  for (int batch = 0; batch < 21; ++batch) {
+    const auto start = Clock::now();
+    for (int i = 0; i < kBatch; ++i) {
+      PageId page;
+      if (!pool.try_allocate(0, {&page, 1})) std::abort();
+      pool.release(0, {&page, 1});
+    }
+    ns.push_back(ns_since(start) / kBatch);
+  }
+  return spread(ns);
+}
+
+// Steps of a pool that holds about `held` bytes and has no free page left, added to `ns`. A step
+// that ends early, at the capacity that the growth formula gave, is not counted: kSteps of full
+// size are.
+void grow_steps(int64_t held, std::vector<double>& ns, int64_t* step_bytes) {
+  PagePool pool(model());
+  const int64_t page_bytes = pool.bytes_per_token() * pool.page_size();
+  std::vector<PageId> pages;
+  take(pool, pages, held / page_bytes);
+  for (int step = 0; step < kSteps;) {
+    while (pool.stats().pages_committed > pool.stats().pages_held) take(pool, pages, 1);
+    const int64_t committed = pool.stats().bytes_committed;
+    const auto start = Clock::now();
+    take(pool, pages, 1);
+    const double taken = ns_since(start);
+    const int64_t bytes = pool.stats().bytes_committed - committed;
+    if (bytes < *step_bytes) continue;
+    *step_bytes = bytes;
+    ns.push_back(taken);
+    ++step;
+  }
+}
+
+void print(const char* name, Spread s, double unit) {
+  std::printf("\"%s\": {\"median\": %.2f, \"min\": %.2f, \"max\": %.2f}", name, s.median / unit,
+              s.low / unit, s.high / unit);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  const int64_t small_mib = argc > 1 ? std::atoll(argv[1]) : 16;
+  const int64_t large_mib = argc > 2 ? std::atoll(argv[2]) : 1024;
+  const int pairs = argc > 3 ? std::max(1, std::atoi(argv[3])) : 9;
+
+  std::vector<double> small, large, budget;
+  int64_t small_bytes = 0, large_bytes = 0;
+  for (int i = 0; i < pairs; ++i) {
+    grow_steps(small_mib << 20, small, &small_bytes);
+    grow_steps(large_mib << 20, large, &large_bytes);
+    const auto start = Clock::now();
+    if (available_memory() <= 0) throw std::runtime_error("no memory is left");
+    budget.push_back(ns_since(start));
+  }
+  const Spread s = spread(small), l = spread(large);
+  std::printf("{");
+  print("allocate_release_ns", allocate_release(), 1);
+  std::printf(
+      ",\n \"grow_step\": {\"small_held_mib\": %lld, \"large_held_mib\": %lld, \"pairs\": %d, "
+      "\"steps\": %d,\n  ",
+      static_cast<long long>(small_mib), static_cast<long long>(large_mib), pairs, kSteps);
+  print("small_us", s, 1e3);
+  std::printf(", \"small_step_bytes\": %lld,\n  ", static_cast<long long>(small_bytes));
+  print("large_us", l, 1e3);
+  std::printf(", \"large_step_bytes\": %lld,\n  \"ratio\": %.3f},\n ",
+              static_cast<long long>(large_bytes), l.median / s.median);
+  print("budget_us", spread(budget), 1e3);
+  std::printf("}\n");
+} catch (const std::exception& e) {
+  std::fprintf(stderr, "pool_bench: %s\n", e.what());
+  return 1;
+}

@@ -1,0 +1,187 @@
+#include "pagedkv/core/block_table.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace pagedkv {
+namespace {
+
+int64_t pages_for(int64_t tokens, int64_t page_size) noexcept {
+  return tokens / page_size + (tokens % page_size != 0);
+}
+
+}  // namespace
+
+BlockTable::BlockTable(PagePool& pool, int64_t context_window)
+    : pool_(&pool),
+      pages_(static_cast<size_t>(pool.num_groups())),
+      context_window_(context_window) {
+  if (context_window < 0)
+    throw std::invalid_argument("context_window " + std::to_string(context_window) +
+                                ": must be at least 0 (0: none)");
+}
+
+BlockTable::BlockTable(BlockTable&& other) noexcept
+    : pool_(other.pool_),
+      pages_(std::exchange(other.pages_, {})),
+      length_(std::exchange(other.length_, 0)),
+      context_window_(other.context_window_),
+      refusal_(other.refusal_),
+      refusal_text_(std::move(other.refusal_text_)) {}
+
+BlockTable& BlockTable::operator=(BlockTable&& other) noexcept {
+  BlockTable taken(std::move(other));
+  std::swap(pool_, taken.pool_);
+  std::swap(pages_, taken.pages_);
+  std::swap(length_, taken.length_);
+  std::swap(context_window_, taken.context_window_);
+  std::swap(refusal_, taken.refusal_);
+  std::swap(refusal_text_, taken.refusal_text_);
+  return *this;
+}
+
+BlockTable::~BlockTable() {
+  for (size_t g = 0; g < pages_.size(); ++g) pool_->release(static_cast<int>(g), pages_[g]);
+}
+
+int64_t BlockTable::capacity() const noexcept {
+  size_t fewest = pages_.empty() ? 0 : pages_[0].size();
+  for (const auto& pages : pages_) fewest = std::min(fewest, pages.size());
+  return static_cast<int64_t>(fewest) * pool_->page_size();
+}
+
+bool BlockTable::refuse(PagePool::Refusal why, std::string text) {
+  refusal_ = why;
+  refusal_text_ = std::move(text);
+  return false;
+}
+
+// What can never fit is refused before the pool is asked, and before any list grows for it.
+bool BlockTable::check_limits(int64_t num_tokens) {
+  const auto check = [&](int64_t most, const char* limit) {
+    if (num_tokens <= most - length_) return true;
+    const std::string sum = num_tokens <= INT64_MAX - length_
+                                ? std::to_string(length_ + num_tokens)
+                                : std::to_string(length_) + " + " + std::to_string(num_tokens);
+    return refuse(PagePool::Refusal::kCapacity,
+                  "sequence needs " + sum + " tokens, " + limit + std::to_string(most));
+  };
+  if (context_window_ > 0 && !check(context_window_, "the context window is ")) return false;
+  int64_t most_pages = pool_->max_pages(0);
+  for (int g = 1; g < pool_->num_groups(); ++g)
+    most_pages = std::min(most_pages, pool_->max_pages(g));
+  return check(most_pages * pool_->page_size(), "the pool holds at most ");
+}
+
+bool BlockTable::last_page_is_shared(int group) const noexcept {
+  return length_ % pool_->page_size() != 0 && pool_->references(group, pages_[group].back()) > 1;
+}
+
+// Pages that a group must get so that the sequence may write tokens [length(), new_length).
+int64_t BlockTable::missing_pages(int group, int64_t new_length) const noexcept {
+  const auto held = static_cast<int64_t>(pages_[group].size());
+  return pages_for(new_length, pool_->page_size()) - held + (last_page_is_shared(group) ? 1 : 0);
+}
+
+bool BlockTable::try_append(int64_t num_tokens) {
+  if (num_tokens < 0)
+    throw std::invalid_argument("num_tokens " + std::to_string(num_tokens) +
+                                ": must be at least 0");
+  if (!check_limits(num_tokens)) return false;
+  const int64_t new_length = length_ + num_tokens;
+  bool enough = true;
+  for (int g = 0; g < pool_->num_groups(); ++g)
+    enough = enough && missing_pages(g, new_length) == 0;
+  if (num_tokens > 0 && !enough && !take_pages(new_length)) return false;
+  length_ = new_length;
+  return true;
+}
+
+bool BlockTable::take_pages(int64_t new_length) {
+  std::vector<PageRequest> requests;
+  requests.reserve(pages_.size());
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    auto& pages = pages_[g];
+    const size_t wanted = pages.size() + static_cast<size_t>(missing_pages(g, new_length));
+    if (wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.capacity()));
+  }
+  for (int g = 0; g < pool_->num_groups(); ++g) {  // nothing throws from here on
+    auto& pages = pages_[g];
+    const size_t held = pages.size();
+    const bool copy = last_page_is_shared(g);
+    const int64_t most = pages_for(context_window_, pool_->page_size()) + (copy ? 1 : 0);
+    pages.resize(held + static_cast<size_t>(missing_pages(g, new_length)));
+    requests.push_back({g, std::span(pages).subspan(held),
+                        context_window_ > 0 ? most - static_cast<int64_t>(held) : 0});
+  }
+  const bool taken = pool_->try_allocate(requests);
+  for (const PageRequest& request : requests) {
+    auto& pages = pages_[request.group];
+    const size_t held = pages.size() - request.out.size();
+    if (!taken)
+      pages.resize(held);
+    else if (static_cast<int64_t>(pages.size()) > pages_for(new_length, pool_->page_size()))
+      replace_shared(request.group, held - 1);
+  }
+  return taken || refuse(pool_->refusal(), pool_->refusal_text());
+}
+
+// Copy on write: the page after `index` becomes this table's own copy of the shared one at `index`.
+void BlockTable::replace_shared(int group, size_t index) {
+  auto& pages = pages_[group];
+  const PageId shared = pages[index];
+  pool_->copy_page(group, shared, pages[index + 1]);
+  pages.erase(pages.begin() + static_cast<std::ptrdiff_t>(index));
+  pool_->release(group, {&shared, 1});
+}
+
+void BlockTable::append(int64_t num_tokens) {
+  if (try_append(num_tokens)) return;
+  if (refusal_ == PagePool::Refusal::kCapacity) throw CapacityError(refusal_text_);
+  throw MemoryError(refusal_text_);
+}
+
+void BlockTable::trim_to(int64_t length) {
+  if (length < 0 || length > length_)
+    throw std::invalid_argument("length " + std::to_string(length) + ": must be in 0.." +
+                                std::to_string(length_));
+  const auto kept = static_cast<size_t>(pages_for(length, pool_->page_size()));
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    auto& pages = pages_[g];
+    pool_->release(g, std::span(pages).subspan(kept));
+    pages.resize(kept);
+  }
+  length_ = length;
+}
+
+BlockTable BlockTable::share_prefix(int64_t num_pages) const {
+  const int64_t full = length_ / pool_->page_size();
+  if (num_pages < 0 || num_pages > full)
+    throw std::invalid_argument("num_pages " + std::to_string(num_pages) + ": full pages are 0.." +
+                                std::to_string(full));
+  BlockTable shared(*pool_, context_window_);
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    std::vector<PageId> pages(pages_[g].begin(), pages_[g].begin() + num_pages);
+    pool_->retain(g, pages);
+    shared.pages_[g] = std::move(pages);
+  }
+  shared.length_ = num_pages * pool_->page_size();
+  return shared;
+}
+
+void BlockTable::slot_mapping(int group, int64_t first, std::span<int64_t> out) const {
+  const auto count = static_cast<int64_t>(out.size());
+  if (first < 0 || first > length_ || count > length_ - first)
+    throw std::invalid_argument("slots of " + std::to_string(count) + " tokens from " +
+                                std::to_string(first) + ": the sequence has " +
+                                std::to_string(length_));
+  const int64_t page_size = pool_->page_size();
+  const std::vector<PageId>& pages = pages_[group];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t token = first + i;
+    out[i] = pages[token / page_size] * page_size + token % page_size;
+  }
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,69 @@
+// The pages of one layer group: their memory in every array of every layer, their reference counts
+// and the list of free ones. Knows no budget; PagePool decides how many pages there may be.
+//
+// Invariants: num_committed() = held + free; a page is on the free list exactly when its count is
+// 0; capacity() >= num_committed(). Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/page_memory.h"
+#include "pagedkv/core/page_pool.h"
+
+namespace pagedkv {
+
+class PageGroup {
+ public:
+  // Reserves address space for max_pages. Throws MemoryError.
+  PageGroup(const LayerGroupSpec& spec, int page_size, int64_t num_pages, int64_t max_pages);
+
+  int sliding_window() const noexcept { return sliding_window_; }
+  std::span<const LayerPages> layers() const noexcept { return layers_; }
+  int64_t page_bytes() const noexcept { return page_bytes_; }  // over all arrays
+  int64_t capacity() const noexcept { return capacity_; }      // ids that may be handed out
+  int64_t max_pages() const noexcept { return max_pages_; }
+  int64_t num_committed() const noexcept { return static_cast<int64_t>(references_.size()); }
+  int64_t num_free() const noexcept {
+    return static_cast<int64_t>(free_.size());
+  }  // of the committed
+  int64_t num_held() const noexcept { return num_committed() - num_free(); }
+  int64_t reserved_bytes() const noexcept;
+  int64_t resident_bytes() const;
+  int32_t references(PageId page) const noexcept {
+    return page >= 0 && page < num_committed() ? references_[page] : 0;
+  }
+
+  // Backs the first num_pages pages in every array, or changes nothing and returns an errno. The
+  // new pages can be taken once add_committed() was called; decommit_to(num_committed()) undoes it.
+  [[nodiscard]] int try_commit(int64_t num_pages);
+  void decommit_to(int64_t num_pages) noexcept;
+  void add_committed(int64_t num_pages) noexcept;
+  void set_capacity(int64_t num_pages) noexcept { capacity_ = num_pages; }
+
+  // Takes out.size() <= num_free() pages: the last released ones first, fresh ones in ascending
+  // order; in an order that `random` draws unless it is null.
+  void take(std::span<PageId> out, uint64_t* random) noexcept;
+  // As PagePool's calls of these names.
+  void retain(std::span<const PageId> pages);
+  void release(std::span<const PageId> pages);
+  void copy_page(PageId from, PageId to) noexcept;
+
+  void verify(const std::vector<int32_t>* expected) const;
+
+ private:
+  std::byte* add_array(int64_t page_bytes);
+  PageArray make_array(PageFormat format, int head_dim, int num_kv_heads, int page_size);
+
+  int sliding_window_ = 0;
+  int64_t page_bytes_ = 0;
+  int64_t capacity_ = 0;
+  int64_t max_pages_ = 0;
+  std::vector<PageMemory> arrays_;  // K, its scales, V, its scales, layer by layer
+  std::vector<LayerPages> layers_;
+  std::vector<int32_t> references_;  // of each committed page
+  std::vector<PageId> free_;         // a stack; its storage has room for every committed page
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,389 @@
+#include "pagedkv/core/page_pool.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "core/memory_budget.h"
+#include "core/page_group.h"
+#include "core/page_layout.h"
+
+namespace pagedkv {
+namespace {
+
+// How much a dynamic pool commits beyond what is asked: half of what it has, within these bounds.
+// The upper one keeps the time that a commit takes out of a step independent of the pool's size (8
+// MiB are about 2 ms of page faults).
+constexpr int64_t kMinCommitTokens = 64;
+constexpr int64_t kMaxCommitBytes = int64_t{8} << 20;
+
+std::string count_of(int64_t n, const char* what) {
+  return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
+}
+
+int64_t physical_memory() noexcept {
+  return int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+}
+
+}  // namespace
+
+int64_t grown_pages(int64_t current, int64_t required, int64_t window_pages) noexcept {
+  const int64_t grown = std::max({required, current + (current + 1) / 2, current + 1});
+  if (window_pages <= 0 || required > window_pages) return grown;
+  return std::min(grown, std::max(window_pages, current));
+}
+
+struct PagePool::Impl {
+  explicit Impl(PagePoolOptions o) : options(std::move(o)), random(options.shuffle_seed) {}
+
+  // The most bytes the pool may have committed.
+  struct Limit {
+    int64_t bytes;
+    bool by_machine;  // else by max_bytes
+  };
+
+  // What a request that needs memory makes of its group.
+  struct Plan {
+    PageGroup* group;
+    int64_t required;  // pages committed, at least
+    int64_t target;    // pages committed
+    int64_t capacity;
+    int64_t room;
+    int64_t new_bytes(int64_t pages) const {
+      return (pages - group->num_committed()) * group->page_bytes();
+    }
+  };
+
+  void reserve();
+  bool try_reserve(const std::vector<int64_t>& max_pages);
+  int64_t default_max_pages(int64_t page_bytes) const;
+  void check_start() const;
+  int64_t ask_machine() const;
+  Limit limit() const;
+  std::string limit_text(Limit limit) const;
+
+  bool make_room(std::span<const PageRequest> requests);
+  bool check_capacity(const Plan& plan);
+  bool check_budget(std::span<const Plan> plans, int64_t left, Limit limit);
+  void choose_sizes(std::span<Plan> plans, int64_t left) const;
+  bool commit(std::span<const Plan> plans);
+  bool refuse(Refusal why, std::string text);
+
+  int64_t committed_bytes() const noexcept;
+  int group_index(const PageGroup* group) const noexcept {
+    return static_cast<int>(group - groups.data());
+  }
+  PageGroup& group(int g) noexcept {
+    assert(g >= 0 && g < static_cast<int>(groups.size()));
+    return groups[g];
+  }
+
+  const PagePoolOptions options;
+  std::vector<PageGroup> groups;
+  std::vector<std::pair<int, int>> layers;  // layer of the model: group, layer of the group
+  int64_t bytes_per_page = 0;               // one page of each group
+  int64_t pages_held = 0;
+  PagePoolStats counters;  // those that are counted, not derived
+  uint64_t random;
+  Refusal refusal = Refusal::kNone;
+  std::string refusal_text;
+};
+
+// ---- start
+
+PagePool::PagePool(PagePoolOptions options) {
+  check_options(options);
+  impl_ = std::make_unique<Impl>(std::move(options));
+  impl_->reserve();
+}
+
+PagePool::~PagePool() = default;
+
+void PagePool::Impl::reserve() {
+  for (int g = 0; g < static_cast<int>(options.groups.size()); ++g) {
+    bytes_per_page += group_page_bytes(options.groups[g], options.page_size);
+    for (int l = 0; l < static_cast<int>(options.groups[g].layers.size()); ++l)
+      layers.emplace_back(g, l);
+  }
+  check_start();
+  std::vector<int64_t> max_pages;
+  for (const LayerGroupSpec& spec : options.groups)
+    max_pages.push_back(options.max_pages != 0
+                            ? options.max_pages
+                            : default_max_pages(group_page_bytes(spec, options.page_size)));
+  while (!try_reserve(
+      max_pages))  // our own guess was refused, as under ulimit -v: a smaller one will do
+    for (int64_t& pages : max_pages) pages = std::max<int64_t>(options.num_pages, pages / 2);
+  counters.bytes_limit = limit().bytes;
+}
+
+bool PagePool::Impl::try_reserve(const std::vector<int64_t>& max_pages) {
+  groups.clear();
+  groups.reserve(max_pages.size());
+  try {
+    for (size_t g = 0; g < max_pages.size(); ++g)
+      groups.emplace_back(options.groups[g], options.page_size, options.num_pages, max_pages[g]);
+    return true;
+  } catch (const MemoryError&) {
+    const int64_t most = *std::max_element(max_pages.begin(), max_pages.end());
+    if (options.max_pages != 0 || most <= options.num_pages) throw;
+    return false;
+  }
+}
+
+// Twice what the machine has left, since others may give memory back while the pool lives; address
+// space costs nothing.
+int64_t PagePool::Impl::default_max_pages(int64_t page_bytes) const {
+  if (!options.dynamic) return options.num_pages;
+  int64_t bytes = 2 * std::min(ask_machine(), physical_memory());
+  if (options.max_bytes > 0) bytes = std::min(bytes, options.max_bytes);
+  return std::clamp<int64_t>(bytes / page_bytes, options.num_pages,
+                             std::numeric_limits<int32_t>::max());
+}
+
+void PagePool::Impl::check_start() const {
+  const Limit most = limit();
+  const int64_t pages = options.dynamic ? 1 : options.num_pages;
+  if (pages > most.bytes / bytes_per_page)
+    throw MemoryError(count_of(pages, "page") + " of each layer group need " +
+                      std::to_string(pages * bytes_per_page) + " bytes, " + limit_text(most));
+}
+
+// ---- budget
+
+int64_t PagePool::Impl::ask_machine() const {
+  return std::max<int64_t>(
+      0, options.available_bytes ? options.available_bytes() : available_memory());
+}
+
+PagePool::Impl::Limit PagePool::Impl::limit() const {
+  const int64_t available = ask_machine();
+  const int64_t committed = committed_bytes();
+  const int64_t more = std::max<int64_t>(0, available - options.headroom_bytes);
+  const int64_t machine = more > kUnlimitedBytes - committed ? kUnlimitedBytes : committed + more;
+  if (options.max_bytes > 0 && options.max_bytes <= machine) return {options.max_bytes, false};
+  return {machine, true};
+}
+
+std::string PagePool::Impl::limit_text(Limit limit) const {
+  if (!limit.by_machine) return "the byte budget is " + std::to_string(limit.bytes);
+  return "the machine allows the pool " + std::to_string(limit.bytes) + " (headroom " +
+         std::to_string(options.headroom_bytes) + ")";
+}
+
+int64_t PagePool::Impl::committed_bytes() const noexcept {
+  int64_t sum = 0;
+  for (const PageGroup& g : groups) sum += g.num_committed() * g.page_bytes();
+  return sum;
+}
+
+// ---- allocation
+
+bool PagePool::try_allocate(int group, std::span<PageId> out, int64_t room) {
+  const PageRequest request{group, out, room};
+  return try_allocate({&request, 1});
+}
+
+bool PagePool::try_allocate(std::span<const PageRequest> requests) {
+  Impl& p = *impl_;
+  bool enough = true;
+  for (const PageRequest& r : requests)
+    enough = enough && static_cast<int64_t>(r.out.size()) <= p.group(r.group).num_free();
+  if (!enough && !p.make_room(requests)) return false;
+  for (const PageRequest& r : requests) {
+    p.group(r.group).take(r.out, p.options.shuffle_seed != 0 ? &p.random : nullptr);
+    p.pages_held += static_cast<int64_t>(r.out.size());
+  }
+  p.counters.pages_peak = std::max(p.counters.pages_peak, p.pages_held);
+  ++p.counters.allocations;
+  p.refusal = Refusal::kNone;
+  return true;
+}
+
+// Commits what the requests need beyond the free pages; on failure nothing has changed.
+bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
+  std::vector<Plan> plans;
+  for (const PageRequest& r : requests) {
+    PageGroup& g = group(r.group);
+    const auto num_pages = static_cast<int64_t>(r.out.size());
+    if (num_pages <= g.num_free()) continue;
+    Plan plan{&g, g.num_held() + num_pages, 0, g.capacity(), 0};
+    if (!check_capacity(plan)) return false;
+    if (!options.dynamic) plan.required = g.capacity();  // the first allocation commits all
+    if (r.room > 0) plan.room = g.num_held() + std::max(r.room, num_pages);
+    plans.push_back(plan);
+  }
+  const Limit most = limit();
+  counters.bytes_limit = most.bytes;
+  const int64_t left = std::max<int64_t>(0, most.bytes - committed_bytes());
+  if (!check_budget(plans, left, most)) return false;
+  choose_sizes(plans, left);
+  return commit(plans);
+}
+
+bool PagePool::Impl::check_capacity(const Plan& plan) {
+  const PageGroup& g = *plan.group;
+  const int64_t most = options.dynamic ? g.max_pages() : g.capacity();
+  if (plan.required <= most) return true;
+  return refuse(Refusal::kCapacity, "layer group " + std::to_string(group_index(&g)) + " needs " +
+                                        count_of(plan.required, "page") + ", " +
+                                        (options.dynamic ? "there is address space for "
+                                                         : "growth is off and it has ") +
+                                        std::to_string(most));
+}
+
+bool PagePool::Impl::check_budget(std::span<const Plan> plans, int64_t left, Limit limit) {
+  int64_t bytes = 0;
+  for (const Plan& plan : plans) bytes += plan.new_bytes(plan.required);
+  if (bytes <= left) return true;
+  return refuse(Refusal::kBudget, "the pages need " + std::to_string(bytes) + " bytes more, " +
+                                      std::to_string(left) + " are left: " + limit_text(limit));
+}
+
+// How far each group grows. With the budget nearly used up, no further than it must.
+void PagePool::Impl::choose_sizes(std::span<Plan> plans, int64_t left) const {
+  int64_t bytes = 0;
+  for (Plan& plan : plans) {
+    const PageGroup& g = *plan.group;
+    if (plan.required > plan.capacity) {
+      const int64_t most = std::min(g.max_pages(), g.num_committed() + left / g.page_bytes());
+      plan.capacity = std::min(grown_pages(plan.capacity, plan.required, plan.room),
+                               std::max(most, plan.required));
+    }
+    const int64_t step = std::min((g.num_committed() + 1) / 2, kMaxCommitBytes / g.page_bytes());
+    const int64_t start = (kMinCommitTokens + options.page_size - 1) / options.page_size;
+    plan.target = std::min(std::max(g.num_committed() + step, start), plan.capacity);
+    if (plan.room > 0) plan.target = std::min(plan.target, plan.room);
+    plan.target = std::max(plan.target, plan.required);
+    bytes += plan.new_bytes(plan.target);
+  }
+  if (bytes <= left) return;
+  for (Plan& plan : plans) plan.target = plan.required;
+}
+
+bool PagePool::Impl::commit(std::span<const Plan> plans) {
+  int64_t bytes = 0;
+  for (const Plan& plan : plans) bytes += plan.new_bytes(plan.target);
+  if (options.commit_hook && !options.commit_hook(bytes))
+    return refuse(Refusal::kBudget,
+                  "a commit of " + std::to_string(bytes) + " bytes was refused (hook)");
+  for (const Plan& plan : plans) {
+    const int error = plan.group->try_commit(plan.target);
+    if (error == 0) continue;
+    for (const Plan& done : plans) done.group->decommit_to(done.group->num_committed());
+    return refuse(Refusal::kBudget, "the machine refused " + std::to_string(bytes) +
+                                        " bytes beyond the " + std::to_string(committed_bytes()) +
+                                        " committed: " + std::strerror(error));
+  }
+  for (const Plan& plan : plans) {
+    plan.group->add_committed(plan.target);
+    if (plan.capacity > plan.group->capacity()) ++counters.grow_events;
+    plan.group->set_capacity(plan.capacity);
+  }
+  ++counters.commit_events;
+  return true;
+}
+
+bool PagePool::Impl::refuse(Refusal why, std::string text) {
+  refusal = why;
+  refusal_text = std::move(text);
+  ++counters.refusals;
+  return false;
+}
+
+// ---- references
+
+void PagePool::retain(int group, std::span<const PageId> pages) {
+  impl_->group(group).retain(pages);
+}
+
+void PagePool::release(int group, std::span<const PageId> pages) {
+  PageGroup& g = impl_->group(group);
+  const int64_t before = g.num_held();
+  g.release(pages);
+  impl_->pages_held -= before - g.num_held();
+}
+
+int32_t PagePool::references(int group, PageId page) const noexcept {
+  return impl_->group(group).references(page);
+}
+
+void PagePool::copy_page(int group, PageId from, PageId to) {
+  PageGroup& g = impl_->group(group);
+  for (PageId page : {from, to})
+    if (g.references(page) == 0)
+      throw std::invalid_argument("page " + std::to_string(page) +
+                                  " is not held: it cannot be copied");
+  if (from != to) g.copy_page(from, to);
+}
+
+// ---- what there is
+
+int PagePool::num_groups() const noexcept { return static_cast<int>(impl_->groups.size()); }
+int PagePool::num_layers() const noexcept { return static_cast<int>(impl_->layers.size()); }
+int PagePool::page_size() const noexcept { return impl_->options.page_size; }
+int PagePool::sliding_window(int group) const noexcept {
+  return impl_->group(group).sliding_window();
+}
+int PagePool::group_of_layer(int layer) const noexcept { return impl_->layers[layer].first; }
+
+LayerPages PagePool::layer_pages(int layer) const noexcept {
+  const auto [group, layer_of_group] = impl_->layers[layer];
+  return impl_->groups[group].layers()[layer_of_group];
+}
+
+int64_t PagePool::capacity(int group) const noexcept { return impl_->group(group).capacity(); }
+int64_t PagePool::max_pages(int group) const noexcept { return impl_->group(group).max_pages(); }
+
+int64_t PagePool::pages_free(int group) const noexcept {
+  const PageGroup& g = impl_->group(group);
+  return g.capacity() - g.num_held();
+}
+
+int64_t PagePool::bytes_per_token() const noexcept {
+  return impl_->bytes_per_page / impl_->options.page_size;
+}
+
+PagePool::Refusal PagePool::refusal() const noexcept { return impl_->refusal; }
+const std::string& PagePool::refusal_text() const noexcept { return impl_->refusal_text; }
+
+PagePoolStats PagePool::stats() const noexcept {
+  PagePoolStats s = impl_->counters;
+  for (const PageGroup& g : impl_->groups) {
+    s.pages_capacity += g.capacity();
+    s.pages_committed += g.num_committed();
+    s.pages_held += g.num_held();
+    s.bytes_reserved += g.reserved_bytes();
+    s.bytes_in_use += g.num_held() * g.page_bytes();
+  }
+  s.bytes_committed = impl_->committed_bytes();
+  return s;
+}
+
+int64_t PagePool::bytes_resident() const {
+  int64_t sum = 0;
+  for (const PageGroup& g : impl_->groups) sum += g.resident_bytes();
+  return sum;
+}
+
+void PagePool::verify(const std::vector<std::vector<int32_t>>* expected) const {
+  const Impl& p = *impl_;
+  if (expected != nullptr && expected->size() != p.groups.size())
+    throw std::logic_error("page pool: expected references are of " +
+                           std::to_string(expected->size()) + " groups");
+  int64_t held = 0;
+  for (size_t g = 0; g < p.groups.size(); ++g) {
+    p.groups[g].verify(expected != nullptr ? &(*expected)[g] : nullptr);
+    held += p.groups[g].num_held();
+  }
+  if (held != p.pages_held || held > p.counters.pages_peak)
+    throw std::logic_error("page pool: " + std::to_string(p.pages_held) +
+                           " pages counted as held (peak " + std::to_string(p.counters.pages_peak) +
+                           "), there are " + std::to_string(held));
+}
+
+}  // namespace pagedkv

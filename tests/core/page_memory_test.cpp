@@ -1,0 +1,98 @@
+#include "core/page_memory.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "pagedkv/base/error.h"
+
+namespace pagedkv {
+namespace {
+
+const int64_t kOsPage = sysconf(_SC_PAGESIZE);
+
+int64_t in_os_pages(int64_t bytes) { return (bytes + kOsPage - 1) / kOsPage * kOsPage; }
+
+TEST(PageMemory, ReservesWithoutHolding) {
+  PageMemory memory(6000, 1000);
+  EXPECT_GE(memory.reserved_bytes(), 6000 * 1000 + PageMemory::kSlackBytes);
+  EXPECT_EQ(memory.resident_bytes(), 0);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 64, 0u);
+}
+
+TEST(PageMemory, HoldsTheCommittedPagesAndTheirSlackAlone) {
+  PageMemory memory(6000, 1000);
+  for (int64_t pages : {1, 2, 3, 50, 51, 400, 1000}) {
+    ASSERT_EQ(memory.try_commit(pages), 0);
+    EXPECT_EQ(memory.pages(), pages);
+    EXPECT_EQ(memory.resident_bytes(), in_os_pages(pages * 6000 + PageMemory::kSlackBytes));
+  }
+}
+
+TEST(PageMemory, GrowthKeepsAddressesAndBytes) {
+  PageMemory memory(4096, 5000);
+  std::byte* const data = memory.data();
+  ASSERT_EQ(memory.try_commit(3), 0);
+  std::memset(data, 0x5a, 3 * 4096);
+  for (int64_t pages = 4; pages <= 5000; pages = pages * 3 / 2)
+    ASSERT_EQ(memory.try_commit(pages), 0);
+  EXPECT_EQ(memory.data(), data);
+  for (int i = 0; i < 3 * 4096; ++i) ASSERT_EQ(data[i], std::byte{0x5a});
+  EXPECT_EQ(data[3 * 4096], std::byte{0});
+}
+
+TEST(PageMemory, TheSlackBehindTheLastPageCanBeRead) {
+  for (int64_t page_bytes : {1, 63, 4032, 4096, 262144}) {
+    PageMemory memory(page_bytes, 3);
+    ASSERT_EQ(memory.try_commit(3), 0);
+    const std::byte* slack = memory.data() + 3 * page_bytes;
+    for (int i = 0; i < PageMemory::kSlackBytes; ++i) EXPECT_EQ(slack[i], std::byte{0});
+  }
+}
+
+TEST(PageMemory, GivesBackFromTheEndAndComesBackZeroed) {
+  PageMemory memory(6000, 1000);
+  ASSERT_EQ(memory.try_commit(500), 0);
+  std::memset(memory.data(), 1, 500 * 6000);
+  memory.decommit_to(7);
+  EXPECT_EQ(memory.pages(), 7);
+  EXPECT_EQ(memory.resident_bytes(), in_os_pages(7 * 6000 + PageMemory::kSlackBytes));
+  EXPECT_EQ(memory.data()[7 * 6000 - 1], std::byte{1});
+  ASSERT_EQ(memory.try_commit(500), 0);
+  EXPECT_EQ(memory.data()[400 * 6000], std::byte{0});
+  memory.decommit_to(0);
+  EXPECT_EQ(memory.resident_bytes(), 0);
+}
+
+TEST(PageMemory, MovesWithItsAddress) {
+  PageMemory a(6000, 10);
+  ASSERT_EQ(a.try_commit(2), 0);
+  std::byte* const data = a.data();
+  data[0] = std::byte{4};
+  PageMemory b(std::move(a));
+  EXPECT_EQ(b.data(), data);
+  EXPECT_EQ(b.data()[0], std::byte{4});
+  EXPECT_EQ(b.pages(), 2);
+}
+
+TEST(PageMemory, RefusedAddressSpaceIsAMemoryErrorThatNamesIt) {
+  try {
+    PageMemory memory(int64_t{1} << 36, int64_t{1} << 24);  // 2^60 bytes
+    FAIL() << "2^60 bytes of address space were granted";
+  } catch (const MemoryError& e) {
+    EXPECT_NE(std::string(e.what()).find("16777216 pages"), std::string::npos) << e.what();
+  }
+}
+
+TEST(PageMemoryDeathTest, WritingBeyondTheLastPageOfTheArrayFaults) {
+  PageMemory memory(4096, 64);
+  ASSERT_EQ(memory.try_commit(64), 0);
+  volatile std::byte* const data = memory.data();
+  EXPECT_DEATH(data[memory.reserved_bytes() - 1] = std::byte{1}, "");
+}
+
+}  // namespace
+}  // namespace pagedkv

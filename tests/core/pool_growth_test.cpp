@@ -1,0 +1,176 @@
+// Memory that grows in place: addresses, bytes, and how much the kernel really holds.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "core/pool_testing.h"
+#include "pagedkv/core/block_table.h"
+
+namespace pagedkv {
+namespace {
+
+using testing::group;
+using testing::layer;
+using testing::options;
+using testing::take;
+
+const int64_t kOsPage = sysconf(_SC_PAGESIZE);
+
+// The kernel holds whole OS pages, and the slack behind the last page: at most this much for an
+// array.
+int64_t rounding(int64_t num_arrays) { return num_arrays * 2 * kOsPage; }
+
+std::vector<const void*> addresses(const PagePool& pool) {
+  std::vector<const void*> all;
+  for (int l = 0; l < pool.num_layers(); ++l) {
+    const LayerPages p = pool.layer_pages(l);
+    all.insert(all.end(), {p.keys.data, p.keys.scales, p.values.data, p.values.scales});
+  }
+  return all;
+}
+
+// Marks the first row of a page, and tells whether the mark is there, in every layer.
+void mark(const PagePool& pool, PageId page) {
+  for (int l = 0; l < pool.num_layers(); ++l) {
+    const LayerPages p = pool.layer_pages(l);
+    const int64_t bytes =
+        int64_t{p.page_size} * p.num_kv_heads * row_bytes(p.keys.format, p.keys.head_dim);
+    std::memset(p.keys.data + page * bytes, 1 + page % 255, static_cast<size_t>(bytes));
+  }
+}
+
+bool is_marked(const PagePool& pool, PageId page) {
+  for (int l = 0; l < pool.num_layers(); ++l) {
+    const LayerPages p = pool.layer_pages(l);
+    const int64_t bytes =
+        int64_t{p.page_size} * p.num_kv_heads * row_bytes(p.keys.format, p.keys.head_dim);
+    for (int64_t i = 0; i < bytes; ++i)
+      if (p.keys.data[page * bytes + i] != static_cast<std::byte>(1 + page % 255)) return false;
+  }
+  return true;
+}
+
+int64_t status_kib(const char* key) {
+  std::ifstream file("/proc/self/status");
+  std::string word;
+  int64_t value = -1;
+  while (file >> word)
+    if (word == key && file >> value) break;
+  return value;
+}
+
+class Growth : public ::testing::TestWithParam<PageFormat> {
+ protected:
+  PagePoolOptions small_model(int32_t num_pages) const {  // the shape of SmolLM2-135M
+    return options(num_pages, 16, group(30, layer(3, 64, GetParam())));
+  }
+  int64_t num_arrays() const { return 30 * (has_scales(GetParam()) ? 4 : 2); }
+};
+
+// FC-14.
+TEST_P(Growth, FollowsTheSequenceUpToItsWindow) {
+  PagePool pool(small_model(4));
+  const int64_t token_bytes = pool.bytes_per_token();
+  BlockTable table(pool, 1000);
+  ASSERT_EQ(pool.capacity(0) * 16, 64);
+
+  std::ofstream("/proc/self/clear_refs") << 5;  // the peak counts from here
+  const int64_t rss_before = status_kib("VmRSS:");
+  ASSERT_TRUE(table.try_append(1));
+  EXPECT_EQ(pool.stats().bytes_committed, 64 * token_bytes);
+  EXPECT_LE(pool.bytes_resident(), 64 * token_bytes + rounding(num_arrays()));
+
+  const auto before = addresses(pool);
+  mark(pool, table.pages(0)[0]);
+  int64_t peak = 0;
+  for (int length = 2; length <= 1000; ++length) {
+    ASSERT_TRUE(table.try_append(1)) << table.refusal_text();
+    ASSERT_LE(pool.capacity(0) * 16, 1008);
+    ASSERT_LE(pool.stats().pages_committed, pool.capacity(0));
+    if (length % 16 == 1) {
+      mark(pool, table.pages(0).back());
+      peak = std::max(peak, pool.bytes_resident());
+    }
+  }
+  EXPECT_EQ(addresses(pool), before);
+  for (PageId page : table.pages(0)) EXPECT_TRUE(is_marked(pool, page)) << page;
+  EXPECT_EQ(pool.stats().bytes_moved, 0);
+  const int64_t final_bytes = pool.bytes_resident();
+  EXPECT_LE(final_bytes, 1008 * token_bytes + rounding(num_arrays()));
+  EXPECT_LE(peak, final_bytes + final_bytes / 10);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  const int64_t growth_kib = status_kib("VmHWM:") - rss_before;
+  EXPECT_LE(growth_kib, (final_bytes + final_bytes / 10) / 1024 + 512);
+#else
+  (void)rss_before;
+#endif
+
+  const PagePoolStats stats = pool.stats();
+  EXPECT_FALSE(table.try_append(1));
+  EXPECT_EQ(table.refusal_text(), "sequence needs 1001 tokens, the context window is 1000");
+  EXPECT_THROW(table.append(1), CapacityError);
+  EXPECT_EQ(table.length(), 1000);
+  EXPECT_TRUE(testing::operator==(pool.stats(), stats));
+  EXPECT_EQ(pool.bytes_resident(), final_bytes);
+  pool.verify();
+}
+
+TEST_P(Growth, From64SlotsTo8192MovesNothing) {
+  PagePool pool(small_model(4));
+  BlockTable table(pool);
+  table.append(64);
+  const auto before = addresses(pool);
+  for (PageId page : table.pages(0)) mark(pool, page);
+  while (table.length() < 8192) {
+    table.append(32);
+    const PagePoolStats s = pool.stats();
+    ASSERT_GE(pool.bytes_resident(), s.bytes_in_use);
+    ASSERT_GE(pool.bytes_resident(), s.bytes_committed);
+    ASSERT_LE(pool.bytes_resident(), s.bytes_committed + rounding(num_arrays()));
+    ASSERT_LE(s.bytes_committed, s.bytes_in_use * 3 / 2 + 16 * pool.bytes_per_token());
+    ASSERT_GE(s.bytes_reserved, s.bytes_committed);
+  }
+  EXPECT_EQ(addresses(pool), before);
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(is_marked(pool, table.pages(0)[i]));
+  EXPECT_EQ(pool.stats().bytes_moved, 0);
+  EXPECT_GT(pool.stats().grow_events, 5);
+  EXPECT_LT(pool.stats().grow_events, 25);
+  pool.verify();
+}
+
+TEST_P(Growth, AFirstWriteOf1024PagesIsOneCommit) {
+  PagePool pool(small_model(1024));
+  EXPECT_EQ(take(pool, 1024).size(), 1024u);
+  EXPECT_EQ(pool.stats().commit_events, 1);
+  EXPECT_EQ(pool.stats().grow_events, 0);
+  EXPECT_GE(pool.bytes_resident(), 1024 * 16 * pool.bytes_per_token());
+  mark(pool, 1023);
+  EXPECT_TRUE(is_marked(pool, 1023));
+  pool.verify();
+}
+
+TEST_P(Growth, AnArrayCostsTwoMappingsHoweverOftenItGrows) {
+  const auto mappings = [] {
+    std::ifstream file("/proc/self/maps");
+    std::string line;
+    int64_t count = 0;
+    while (std::getline(file, line)) ++count;
+    return count;
+  };
+  const int64_t before = mappings();
+  PagePool pool(small_model(4));
+  for (int i = 0; i < 300; ++i) ASSERT_FALSE(take(pool, 3).empty());
+  EXPECT_LE(mappings() - before, 2 * num_arrays() + 8);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, Growth,
+                         ::testing::Values(PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8),
+                         [](const auto& info) {
+                           return std::string(page_format_name(info.param));
+                         });
+
+}  // namespace
+}  // namespace pagedkv

@@ -1,0 +1,58 @@
+// What the tests of core share: small pools, and a budget that no machine takes part in.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "pagedkv/core/page_pool.h"
+
+namespace pagedkv::testing {
+
+// How often the random loops run, as a share of their usual count (PAGEDKV_TEST_SCALE, at least one
+// round).
+inline int scaled(int rounds) {
+  const char* text = std::getenv("PAGEDKV_TEST_SCALE");
+  const double scale = text != nullptr ? std::atof(text) : 1.0;
+  return scale > 0 ? std::max(1, static_cast<int>(rounds * scale)) : rounds;
+}
+
+inline LayerSpec layer(int heads, int head_dim, PageFormat format = PageFormat::kF16) {
+  return {heads, head_dim, head_dim, format, format};
+}
+
+inline LayerGroupSpec group(int num_layers, LayerSpec spec, int window = 0) {
+  return {window, std::vector<LayerSpec>(static_cast<size_t>(num_layers), spec)};
+}
+
+// A pool of one group on a machine without limits.
+inline PagePoolOptions options(int32_t num_pages, int page_size = 16,
+                               LayerGroupSpec layers = group(2, layer(1, 32))) {
+  PagePoolOptions o;
+  o.groups = {std::move(layers)};
+  o.page_size = page_size;
+  o.num_pages = num_pages;
+  o.max_pages = 4096 + num_pages;
+  o.available_bytes = [] { return std::numeric_limits<int64_t>::max(); };
+  return o;
+}
+
+inline std::vector<PageId> take(PagePool& pool, int64_t count, int group = 0, int64_t room = 0) {
+  std::vector<PageId> pages(static_cast<size_t>(count), -1);
+  if (!pool.try_allocate(group, pages, room)) pages.clear();
+  return pages;
+}
+
+inline bool operator==(const PagePoolStats& a, const PagePoolStats& b) {
+  return a.pages_capacity == b.pages_capacity && a.pages_committed == b.pages_committed &&
+         a.pages_held == b.pages_held && a.pages_peak == b.pages_peak &&
+         a.bytes_reserved == b.bytes_reserved && a.bytes_committed == b.bytes_committed &&
+         a.bytes_in_use == b.bytes_in_use && a.bytes_moved == b.bytes_moved &&
+         a.allocations == b.allocations && a.grow_events == b.grow_events &&
+         a.commit_events == b.commit_events;
+}
+
+}  // namespace pagedkv::testing
