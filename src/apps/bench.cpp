@@ -36,7 +36,8 @@ struct Case {
 // the step's limit, logits for the last token of a prompt and for every generated one.
 class Driver {
  public:
-  Driver(Model& model, const KvSettings& settings) : model_(model), pool_(pool_options(model.info(), settings)), table_(pool_), random_(1) {}
+  Driver(Model& model, const KvSettings& settings)
+      : model_(model), pool_(pool_options(model.info(), settings)), table_(pool_), random_(1) {}
 
   void trim_to(int64_t length) { table_.trim_to(length); }
   void prompt(int n) {
@@ -97,13 +98,15 @@ std::string test_time() {
 }
 
 std::string case_name(const Case& c) {
-  std::string name = c.num_prompt && c.num_gen ? "pp" + std::to_string(c.num_prompt) + "+tg" + std::to_string(c.num_gen)
-                     : c.num_prompt            ? "pp" + std::to_string(c.num_prompt)
-                                               : "tg" + std::to_string(c.num_gen);
+  std::string name = c.num_prompt && c.num_gen
+                         ? "pp" + std::to_string(c.num_prompt) + "+tg" + std::to_string(c.num_gen)
+                     : c.num_prompt ? "pp" + std::to_string(c.num_prompt)
+                                    : "tg" + std::to_string(c.num_gen);
   return c.depth ? name + " @ d" + std::to_string(c.depth) : name;
 }
 
-ordered_json run_case(const Case& c, const BenchOptions& o, Model& model, const KvSettings& settings, int threads) {
+ordered_json run_case(const Case& c, const BenchOptions& o, Model& model,
+                      const KvSettings& settings, int threads) {
   const auto& info = model.info();
   const int need = c.depth + c.num_prompt + c.num_gen;
   KvSettings s = settings;
@@ -159,17 +162,24 @@ ordered_json run_case(const Case& c, const BenchOptions& o, Model& model, const 
 }
 
 void print_markdown(const ordered_json& r, const Case& c, bool first) {
-  if (first) std::printf("| model | kv | threads | exact | test | t/s |\n| --- | --- | --: | --- | --: | --: |\n");
-  std::printf("| %s | %s | %d | %s | %s | %.2f ± %.2f |\n", r["model_type"].get<std::string>().c_str(), r["kv_cache_dtype"].get<std::string>().c_str(),
-              r["n_threads"].get<int>(), r["exact"].get<bool>() ? "yes" : "no", case_name(c).c_str(), r["avg_ts"].get<double>(), r["stddev_ts"].get<double>());
+  if (first)
+    std::printf(
+        "| model | kv | threads | exact | test | t/s |\n| --- | --- | --: | --- | --: | --: |\n");
+  std::printf("| %s | %s | %d | %s | %s | %.2f ± %.2f |\n",
+              r["model_type"].get<std::string>().c_str(),
+              r["kv_cache_dtype"].get<std::string>().c_str(), r["n_threads"].get<int>(),
+              r["exact"].get<bool>() ? "yes" : "no", case_name(c).c_str(),
+              r["avg_ts"].get<double>(), r["stddev_ts"].get<double>());
   std::fflush(stdout);
 }
 
 std::vector<Case> cases_of(const BenchOptions& o) {
   std::vector<Case> cases;
   for (int d : o.depth) {
-    for (int p : o.num_prompt) if (p > 0) cases.push_back({p, 0, d});
-    for (int n : o.num_gen) if (n > 0) cases.push_back({0, n, d});
+    for (int p : o.num_prompt)
+      if (p > 0) cases.push_back({p, 0, d});
+    for (int n : o.num_gen)
+      if (n > 0) cases.push_back({0, n, d});
   }
   if (cases.empty()) throw std::invalid_argument("nothing to measure: -p and -n are both 0");
   return cases;
@@ -185,8 +195,10 @@ int bench(BenchOptions o) {
     o.model.num_threads = threads;
     auto m = load_model(o.model, true, false);
     for (const auto& c : cases) {
-      if (const int need = c.depth + c.num_prompt + c.num_gen; need > m.model->info().context_length)
-        throw CapacityError(case_name(c) + " needs " + std::to_string(need) + " tokens, the model's context is " +
+      if (const int need = c.depth + c.num_prompt + c.num_gen;
+          need > m.model->info().context_length)
+        throw CapacityError(case_name(c) + " needs " + std::to_string(need) +
+                            " tokens, the model's context is " +
                             std::to_string(m.model->info().context_length));
       const auto result = run_case(c, o, *m.model, settings, o.model.threads());
       if (o.output == "md") print_markdown(result, c, first);
@@ -203,15 +215,26 @@ int bench(BenchOptions o) {
 
 void add_bench(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<BenchOptions>();
-  auto* sub = app.add_subcommand("bench", "measure prompt and generation speed (llama-bench's flags and JSON fields)");
+  auto* sub = app.add_subcommand(
+      "bench", "measure prompt and generation speed (llama-bench's flags and JSON fields)");
   o->model.add_model(*sub);
   sub->remove_option(sub->get_option("--threads"));
-  sub->add_option("-t,--threads", o->threads, "threads, a list (default: the cores that are free)")->delimiter(',')->check(CLI::Range(1, 1024));
-  add_option(*sub, "-p,--n-prompt", o->num_prompt, "prompt tokens, a list; 0: none")->delimiter(',')->check(CLI::Range(0, 1 << 24));
-  add_option(*sub, "-n,--n-gen", o->num_gen, "tokens to generate, a list; 0: none")->delimiter(',')->check(CLI::Range(0, 1 << 24));
-  add_option(*sub, "-d,--n-depth", o->depth, "tokens held before the test, a list")->delimiter(',')->check(CLI::Range(0, 1 << 24));
-  add_option(*sub, "-r,--repetitions", o->repetitions, "runs of each test")->check(CLI::Range(1, 100000));
-  add_option(*sub, "-o,--output", o->output, "md, json or jsonl")->check(CLI::IsMember({"md", "json", "jsonl"}));
+  sub->add_option("-t,--threads", o->threads, "threads, a list (default: the cores that are free)")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1024));
+  add_option(*sub, "-p,--n-prompt", o->num_prompt, "prompt tokens, a list; 0: none")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-n,--n-gen", o->num_gen, "tokens to generate, a list; 0: none")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-d,--n-depth", o->depth, "tokens held before the test, a list")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1 << 24));
+  add_option(*sub, "-r,--repetitions", o->repetitions, "runs of each test")
+      ->check(CLI::Range(1, 100000));
+  add_option(*sub, "-o,--output", o->output, "md, json or jsonl")
+      ->check(CLI::IsMember({"md", "json", "jsonl"}));
   sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out");
   sub->add_option("--flash-attn", "(-fa) accepted: attention is always fused")->group("");
   o->model.add_pages(*sub);

@@ -28,7 +28,8 @@ std::string model_path(const ModelOptions& options) {
   if (!options.model.empty()) return options.model;
   const std::string path = cache_folder() + "/" + kSmallModel;
   if (!std::filesystem::exists(path))
-    throw ModelError("no model given, and the small model is not at " + path + ": pass -m FILE.gguf, or run scripts/setup.sh, which fetches it");
+    throw ModelError("no model given, and the small model is not at " + path +
+                     ": pass -m FILE.gguf, or run scripts/setup.sh, which fetches it");
   return path;
 }
 
@@ -42,12 +43,16 @@ ExactMode parse_exact(const std::string& word) {
 }  // namespace
 
 int64_t parse_bytes(const std::string& text) {
-  const auto bad = [&] { return std::invalid_argument("\"" + text + "\" is no size: write bytes, or a number with KiB, MiB, GiB or TiB"); };
+  const auto bad = [&] {
+    return std::invalid_argument(
+        "\"" + text + "\" is no size: write bytes, or a number with KiB, MiB, GiB or TiB");
+  };
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || !(number >= 0)) throw bad();
   std::string unit(end, text.data() + text.size());
-  unit.erase(0, unit.find_first_not_of(' ') == std::string::npos ? unit.size() : unit.find_first_not_of(' '));
+  unit.erase(0, unit.find_first_not_of(' ') == std::string::npos ? unit.size()
+                                                                 : unit.find_first_not_of(' '));
   int shift = -1;
   if (unit.empty() || unit == "B") shift = 0;
   if (unit == "KiB" || unit == "K" || unit == "k") shift = 10;
@@ -71,8 +76,10 @@ std::string format_bytes(int64_t bytes) {
 }
 
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) {
-  static const std::pair<const char*, const char*> kFlags[] = {
-      {"-ctk", "--cache-type-k"}, {"-ctv", "--cache-type-v"}, {"-ngl", "--n-gpu-layers"}, {"-fa", "--flash-attn"}};
+  static const std::pair<const char*, const char*> kFlags[] = {{"-ctk", "--cache-type-k"},
+                                                               {"-ctv", "--cache-type-v"},
+                                                               {"-ngl", "--n-gpu-layers"},
+                                                               {"-fa", "--flash-attn"}};
   std::vector<std::string> out;
   bool options = true;
   for (int i = 1; i < argc; ++i) {
@@ -80,7 +87,8 @@ std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) 
     if (arg == "--") options = false;
     if (options)
       for (const auto& [from, to] : kFlags)
-        if (arg == from || arg.rfind(std::string(from) + "=", 0) == 0) arg.replace(0, std::string(from).size(), to);
+        if (arg == from || arg.rfind(std::string(from) + "=", 0) == 0)
+          arg.replace(0, std::string(from).size(), to);
     out.push_back(arg);
   }
   return out;
@@ -90,39 +98,63 @@ CLI::Option* name_variable(CLI::Option* option) {
   const auto& names = option->get_lnames();
   if (names.empty()) return option;
   std::string variable = "PAGEDKV_";
-  for (char c : names.front()) variable += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  for (char c : names.front())
+    variable += c == '-' ? '_' : static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
   return option->envname(variable);
 }
 
 std::string cache_folder() {
-  const auto value = [](const char* name) { const char* v = std::getenv(name); return std::string(v ? v : ""); };
+  const auto value = [](const char* name) {
+    const char* v = std::getenv(name);
+    return std::string(v ? v : "");
+  };
   if (const auto dir = value("PAGEDKV_CACHE_DIR"); !dir.empty()) return dir;
   if (const auto dir = value("XDG_CACHE_HOME"); !dir.empty()) return dir + "/pagedkv";
   return value("HOME") + "/.cache/pagedkv";
 }
 
 void ModelOptions::add_model(CLI::App& app) {
-  add_option(app, "-m,--model", model, "GGUF file (default: the small model in the cache folder)")->type_name("FILE")->default_str("");
-  add_option(app, "-t,--threads", num_threads, "threads (0: the cores that are free)")->check(CLI::Range(0, 1024));
-  add_option(app, "--exact", exact, "one arithmetic: auto (where it is free or nearly), on, off (fastest)")
+  add_option(app, "-m,--model", model, "GGUF file (default: the small model in the cache folder)")
+      ->type_name("FILE")
+      ->default_str("");
+  add_option(app, "-t,--threads", num_threads, "threads (0: the cores that are free)")
+      ->check(CLI::Range(0, 1024));
+  add_option(app, "--exact", exact,
+             "one arithmetic: auto (where it is free or nearly), on, off (fastest)")
       ->check(CLI::IsMember({"auto", "on", "off"}));
-  add_option(app, "--n-gpu-layers,--gpu-layers", num_gpu_layers, "(-ngl) layers on a GPU: the engine runs on the CPU, so 0")
+  add_option(app, "--n-gpu-layers,--gpu-layers", num_gpu_layers,
+             "(-ngl) layers on a GPU: the engine runs on the CPU, so 0")
       ->group("");
 }
 
 void ModelOptions::add_pages(CLI::App& app) {
   auto* group = "Pages";
   add_option(app, "--kv-cache-dtype,--paged-kv-quantization,--paged-kv-quant,--kv-quant", kv_format,
-             "page format of keys and values: " + page_format_names() + " (off = f16)")->group(group);
-  add_option(app, "--cache-type-k", key_format, "(-ctk) page format of keys alone")->default_str("")->group(group);
-  add_option(app, "--cache-type-v", value_format, "(-ctv) page format of values alone")->default_str("")->group(group);
+             "page format of keys and values: " + page_format_names() + " (off = f16)")
+      ->group(group);
+  add_option(app, "--cache-type-k", key_format, "(-ctk) page format of keys alone")
+      ->default_str("")
+      ->group(group);
+  add_option(app, "--cache-type-v", value_format, "(-ctv) page format of values alone")
+      ->default_str("")
+      ->group(group);
   add_option(app, "--block-size", page_size, "tokens in a page, 1..256")->group(group);
-  add_option(app, "--num-blocks", num_pages, "pages to begin with (default: 1024, or what the context needs)")
-      ->default_str("")->check(CLI::PositiveNumber)->group(group);
-  name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic, "grow beyond --num-blocks (default), or not"))->group(group);
-  add_option(app, "--kv-cache-memory-bytes", max_bytes, "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
-      ->default_str("")->type_name("SIZE")->group(group);
-  add_option(app, "--shuffle-pages", shuffle_seed, "hand out page ids in an order shuffled with this seed")->group("");
+  add_option(app, "--num-blocks", num_pages,
+             "pages to begin with (default: 1024, or what the context needs)")
+      ->default_str("")
+      ->check(CLI::PositiveNumber)
+      ->group(group);
+  name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic,
+                             "grow beyond --num-blocks (default), or not"))
+      ->group(group);
+  add_option(app, "--kv-cache-memory-bytes", max_bytes,
+             "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
+      ->default_str("")
+      ->type_name("SIZE")
+      ->group(group);
+  add_option(app, "--shuffle-pages", shuffle_seed,
+             "hand out page ids in an order shuffled with this seed")
+      ->group("");
 }
 
 KvSettings ModelOptions::kv_settings() const {
@@ -131,13 +163,15 @@ KvSettings ModelOptions::kv_settings() const {
   s.value_format = parse_page_format(value_format.empty() ? kv_format : value_format);
   s.page_size = page_size;
   if (context == 0 || context < -1)
-    throw std::invalid_argument("-c " + std::to_string(context) + ": must be at least 1; leave it out for the model's own context");
+    throw std::invalid_argument("-c " + std::to_string(context) +
+                                ": must be at least 1; leave it out for the model's own context");
   s.context = std::max<int64_t>(0, context);
   if (num_pages > 0) s.num_pages = num_pages;
   s.dynamic = dynamic;
   if (!max_bytes.empty()) {
     s.max_bytes = parse_bytes(max_bytes);
-    if (s.max_bytes == 0) throw std::invalid_argument("--kv-cache-memory-bytes " + max_bytes + ": must be positive");
+    if (s.max_bytes == 0)
+      throw std::invalid_argument("--kv-cache-memory-bytes " + max_bytes + ": must be positive");
   }
   s.shuffle_seed = shuffle_seed;
   return s;
@@ -147,7 +181,8 @@ int ModelOptions::threads() const { return num_threads > 0 ? num_threads : defau
 
 LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
   if (options.num_gpu_layers > 0)
-    throw EnvironmentError("-ngl " + std::to_string(options.num_gpu_layers) + ": the engine runs on the CPU; use 0 or leave it out");
+    throw EnvironmentError("-ngl " + std::to_string(options.num_gpu_layers) +
+                           ": the engine runs on the CPU; use 0 or leave it out");
   LoadedModel m;
   if (options.model == "toy:") {
     m.toy = true;
@@ -174,14 +209,18 @@ std::unique_ptr<Sampler> LoadedModel::make_sampler(const SamplerOptions& options
   return toy ? make_toy_sampler(options) : pagedkv::make_sampler(options, model->info().vocab_size);
 }
 
-std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool, int num_threads) {
+std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool,
+                         int num_threads) {
   const int64_t per_token = pool.bytes_per_token();
   const int64_t context = context_tokens(info, settings);
   const int64_t fits = pool.stats().bytes_limit / std::max<int64_t>(1, per_token);
-  return info.description + " | pages " + format_label(settings) + ", " + std::to_string(settings.page_size) + " tokens, " +
-         std::to_string(per_token) + " bytes/token | " + (info.exact ? "exact: " : "not exact: ") + info.exact_reason + " | kernels " +
-         kernels().name + ", " + std::to_string(num_threads) + (num_threads == 1 ? " thread" : " threads") + " | context " +
-         std::to_string(context) + " tokens = " + format_bytes(context * per_token) + ", memory fits " + std::to_string(fits) + " tokens";
+  return info.description + " | pages " + format_label(settings) + ", " +
+         std::to_string(settings.page_size) + " tokens, " + std::to_string(per_token) +
+         " bytes/token | " + (info.exact ? "exact: " : "not exact: ") + info.exact_reason +
+         " | kernels " + kernels().name + ", " + std::to_string(num_threads) +
+         (num_threads == 1 ? " thread" : " threads") + " | context " + std::to_string(context) +
+         " tokens = " + format_bytes(context * per_token) + ", memory fits " +
+         std::to_string(fits) + " tokens";
 }
 
 }  // namespace pagedkv::apps

@@ -44,16 +44,16 @@ CLI::Option* name_variable(CLI::Option* option);
 
 // -m, -t, --exact and the page options.
 struct ModelOptions {
-  std::string model;       // empty: the small model from the cache folder
-  int num_threads = 0;     // 0: default_num_threads()
+  std::string model;    // empty: the small model from the cache folder
+  int num_threads = 0;  // 0: default_num_threads()
   std::string exact = "auto";
   int num_gpu_layers = 0;
   std::string kv_format = "f16", key_format, value_format;  // the last two win where given
   int page_size = 16;
-  int64_t context = -1;    // -1: the model's
-  int32_t num_pages = 0;   // 0: unset
+  int64_t context = -1;   // -1: the model's
+  int32_t num_pages = 0;  // 0: unset
   bool dynamic = true;
-  std::string max_bytes;   // empty: unset
+  std::string max_bytes;  // empty: unset
   uint64_t shuffle_seed = 0;
 
   void add_model(CLI::App& app);
@@ -75,13 +75,15 @@ struct LoadedModel {
 LoadedModel load_model(const ModelOptions& options, bool progress, bool text = true);
 
 // The start-up line: family, pages, bytes per token, exact or not, kernels, threads, what fits.
-std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool, int num_threads);
+std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool,
+                         int num_threads);
 
 // $XDG_CACHE_HOME/pagedkv, or ~/.cache/pagedkv; PAGEDKV_CACHE_DIR wins.
 std::string cache_folder();
 
 template <class T>
-CLI::Option* add_option(CLI::App& app, const std::string& names, T& value, const std::string& help) {
+CLI::Option* add_option(CLI::App& app, const std::string& names, T& value,
+                        const std::string& help) {
   return name_variable(app.add_option(names, value, help)->capture_default_str());
 }
 

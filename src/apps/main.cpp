@@ -20,7 +20,8 @@ void connect_log() {
   logger->set_pattern("pagedkv: %^%v%$");
   spdlog::set_default_logger(logger);
   if (const char* no_color = std::getenv("NO_COLOR"); no_color && *no_color)
-    static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())->set_color_mode(spdlog::color_mode::never);
+    static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())
+        ->set_color_mode(spdlog::color_mode::never);
   set_log_sink([](LogLevel level, std::string_view message) {
     if (level == LogLevel::kInfo) spdlog::info("{}", message);
     if (level == LogLevel::kWarning) spdlog::warn("warning: {}", message);

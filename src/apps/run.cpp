@@ -28,7 +28,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::ordered_json;
 
-double ms_between(Clock::time_point a, Clock::time_point b) { return std::chrono::duration<double, std::milli>(b - a).count(); }
+double ms_between(Clock::time_point a, Clock::time_point b) {
+  return std::chrono::duration<double, std::milli>(b - a).count();
+}
 
 struct RunOptions {
   ModelOptions model;
@@ -46,19 +48,23 @@ std::string read_all(std::istream& in) { return {std::istreambuf_iterator<char>(
 
 // The prompt from exactly one of: arguments, --file, standard input.
 std::string read_prompt(const RunOptions& o) {
-  if (!o.prompt.empty() && !o.file.empty()) throw std::invalid_argument("--file " + o.file + ": a prompt is given as an argument already");
+  if (!o.prompt.empty() && !o.file.empty())
+    throw std::invalid_argument("--file " + o.file + ": a prompt is given as an argument already");
   std::string text;
   if (!o.file.empty()) {
     std::ifstream in(o.file, std::ios::binary);
     text = read_all(in);
-    if (in.bad() || !in.is_open()) throw std::invalid_argument("--file " + o.file + ": cannot be read");
+    if (in.bad() || !in.is_open())
+      throw std::invalid_argument("--file " + o.file + ": cannot be read");
   } else if (!o.prompt.empty()) {
     for (const auto& word : o.prompt) text += (text.empty() ? "" : " ") + word;
   } else if (!isatty(STDIN_FILENO)) {
     text = read_all(std::cin);
     if (!text.empty() && text.back() == '\n') text.pop_back();
   }
-  if (text.empty()) throw std::invalid_argument("no prompt: give it as an argument, with --file, or on standard input");
+  if (text.empty())
+    throw std::invalid_argument(
+        "no prompt: give it as an argument, with --file, or on standard input");
   return text;
 }
 
@@ -83,7 +89,8 @@ class RunSink final : public RequestSink {
     if (num_tokens++ == 0) first_token = Clock::now();
     last_token = Clock::now();
     if (options_.json) {
-      tokens_ += (tokens_.empty() ? "" : ",") + std::string("{\"id\":") + std::to_string(event.id) + ",\"text\":" + quoted(tokenizer_.piece(event.id, true)) +
+      tokens_ += (tokens_.empty() ? "" : ",") + std::string("{\"id\":") + std::to_string(event.id) +
+                 ",\"text\":" + quoted(tokenizer_.piece(event.id, true)) +
                  ",\"logprob\":" + number(event.logprob.value_or(NAN)) + "}";
     }
     write(event.text);
@@ -98,10 +105,12 @@ class RunSink final : public RequestSink {
   std::string json(const ordered_json& rest) const {
     std::string prompt;
     for (size_t i = 0; i < prompt_.size(); ++i)
-      prompt += (i ? "," : "") + std::string("{\"id\":") + std::to_string(prompt_[i]) + ",\"logprob\":" +
-                (i == 0 || i > prompt_logprobs_.size() ? "null" : number(prompt_logprobs_[i - 1])) + "}";
-    std::string out = "{\"text\":" + quoted(text_) + ",\"finish_reason\":" + quoted(std::string(finish_reason_name(reason))) + ",\"tokens\":[" + tokens_ +
-                      "],\"prompt_tokens\":[" + prompt + "]";
+      prompt +=
+          (i ? "," : "") + std::string("{\"id\":") + std::to_string(prompt_[i]) + ",\"logprob\":" +
+          (i == 0 || i > prompt_logprobs_.size() ? "null" : number(prompt_logprobs_[i - 1])) + "}";
+    std::string out = "{\"text\":" + quoted(text_) +
+                      ",\"finish_reason\":" + quoted(std::string(finish_reason_name(reason))) +
+                      ",\"tokens\":[" + tokens_ + "],\"prompt_tokens\":[" + prompt + "]";
     for (const auto& [key, value] : rest.items()) out += "," + quoted(key) + ":" + value.dump();
     return out + "}";
   }
@@ -119,7 +128,9 @@ class RunSink final : public RequestSink {
     const auto end = std::to_chars(text, text + sizeof text, x).ptr;
     return {text, end};
   }
-  static std::string quoted(const std::string& text) { return ordered_json(valid_utf8(text)).dump(); }
+  static std::string quoted(const std::string& text) {
+    return ordered_json(valid_utf8(text)).dump();
+  }
   void write(std::string_view text) {
     if (options_.json) {
       text_ += text;
@@ -147,7 +158,8 @@ int64_t peak_rss_bytes() {
   return int64_t{usage.ru_maxrss} * 1024;
 }
 
-ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_t tokens, int64_t peak_pages) {
+ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_t tokens,
+                        int64_t peak_pages) {
   const auto s = pool.stats();
   return {{"page_format", format_label(settings)},
           {"page_size", pool.page_size()},
@@ -156,7 +168,9 @@ ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_
           {"pages_committed", s.pages_committed},
           {"num_blocks_needed", peak_pages},
           {"tokens", tokens},
-          {"block_utilization", peak_pages ? static_cast<double>(tokens) / static_cast<double>(peak_pages * pool.page_size()) : 0.0},
+          {"block_utilization", peak_pages ? static_cast<double>(tokens) /
+                                                 static_cast<double>(peak_pages * pool.page_size())
+                                           : 0.0},
           {"bytes_per_token", pool.bytes_per_token()},
           {"bytes_in_use", tokens * pool.bytes_per_token()},
           {"bytes_committed", s.bytes_committed},
@@ -175,16 +189,22 @@ std::string stats_text(const ordered_json& stats, const ordered_json& timings) {
   std::ostringstream out;
   const auto bytes = [&](const char* key) { return format_bytes(stats[key].get<int64_t>()); };
   char line[200];
-  std::snprintf(line, sizeof line, "prompt: %lld tokens in %.0f ms (%.1f tokens/s), generated: %lld in %.0f ms (%.1f tokens/s), start to first token %.0f ms\n",
-                timings["prompt_n"].get<long long>(), timings["prompt_ms"].get<double>(), timings["prompt_per_second"].get<double>(),
-                timings["predicted_n"].get<long long>(), timings["predicted_ms"].get<double>(), timings["predicted_per_second"].get<double>(),
+  std::snprintf(line, sizeof line,
+                "prompt: %lld tokens in %.0f ms (%.1f tokens/s), generated: %lld in %.0f ms (%.1f "
+                "tokens/s), start to first token %.0f ms\n",
+                timings["prompt_n"].get<long long>(), timings["prompt_ms"].get<double>(),
+                timings["prompt_per_second"].get<double>(), timings["predicted_n"].get<long long>(),
+                timings["predicted_ms"].get<double>(),
+                timings["predicted_per_second"].get<double>(),
                 timings["first_token_ms"].get<double>());
-  out << line << "pages: " << stats["pages_peak"] << " of " << stats["page_size"] << " tokens at the peak, room for " << stats["pages_capacity"]
-      << ", growth events " << stats["grow_events"] << ", utilisation ";
+  out << line << "pages: " << stats["pages_peak"] << " of " << stats["page_size"]
+      << " tokens at the peak, room for " << stats["pages_capacity"] << ", growth events "
+      << stats["grow_events"] << ", utilisation ";
   std::snprintf(line, sizeof line, "%.1f %%", 100 * stats["block_utilization"].get<double>());
-  out << line << "\nbytes: in use " << bytes("bytes_in_use") << ", committed " << bytes("bytes_committed") << ", resident " << bytes("bytes_resident")
-      << ", reserved " << bytes("bytes_reserved") << ", limit " << bytes("bytes_limit") << ", moved by growth " << stats["bytes_moved"]
-      << "\nthis run needed --num-blocks " << stats["num_blocks_needed"];
+  out << line << "\nbytes: in use " << bytes("bytes_in_use") << ", committed "
+      << bytes("bytes_committed") << ", resident " << bytes("bytes_resident") << ", reserved "
+      << bytes("bytes_reserved") << ", limit " << bytes("bytes_limit") << ", moved by growth "
+      << stats["bytes_moved"] << "\nthis run needed --num-blocks " << stats["num_blocks_needed"];
   return out.str();
 }
 
@@ -205,13 +225,16 @@ int run(const RunOptions& o, Clock::time_point start) {
   engine_options.context = context_tokens(info, settings);
   engine_options.prefill_chunk = o.prefill_chunk;
   engine_options.max_seqs = 1;
-  Engine engine(*m.model, *m.tokenizer, pool, [&](const SamplerOptions& s) { return m.make_sampler(s); }, engine_options);
+  Engine engine(
+      *m.model, *m.tokenizer, pool, [&](const SamplerOptions& s) { return m.make_sampler(s); },
+      engine_options);
 
   GenerationRequest request;
   request.prompt = prompt;
   request.sampler = o.sampler;
   request.sampler.seed = o.seed.value_or(std::random_device{}());
-  if (o.sampler.temperature > 0 && !o.seed) log(LogLevel::kInfo, "seed " + std::to_string(request.sampler.seed));
+  if (o.sampler.temperature > 0 && !o.seed)
+    log(LogLevel::kInfo, "seed " + std::to_string(request.sampler.seed));
   request.max_new_tokens = o.max_new_tokens;
   request.stop = o.stop;
   request.logprobs = request.prompt_logprobs = o.json;
@@ -228,20 +251,25 @@ int run(const RunOptions& o, Clock::time_point start) {
 
   const int64_t num_prompt = static_cast<int64_t>(prompt.size());
   const auto first = sink.num_tokens ? sink.first_token : sink.prompt_done;
-  const double prompt_ms = ms_between(begin, first), predicted_ms = sink.num_tokens > 1 ? ms_between(first, sink.last_token) : 0;
-  const ordered_json timings{{"load_ms", ms_between(start, loaded)},
-                             {"prompt_n", num_prompt},
-                             {"prompt_ms", prompt_ms},
-                             {"prompt_per_second", 1e3 * static_cast<double>(num_prompt) / prompt_ms},
-                             {"predicted_n", sink.num_tokens},
-                             {"predicted_ms", predicted_ms},
-                             {"predicted_per_second", predicted_ms > 0 ? 1e3 * static_cast<double>(sink.num_tokens - 1) / predicted_ms : 0.0},
-                             {"first_token_ms", ms_between(start, first)}};
+  const double prompt_ms = ms_between(begin, first),
+               predicted_ms = sink.num_tokens > 1 ? ms_between(first, sink.last_token) : 0;
+  const ordered_json timings{
+      {"load_ms", ms_between(start, loaded)},
+      {"prompt_n", num_prompt},
+      {"prompt_ms", prompt_ms},
+      {"prompt_per_second", 1e3 * static_cast<double>(num_prompt) / prompt_ms},
+      {"predicted_n", sink.num_tokens},
+      {"predicted_ms", predicted_ms},
+      {"predicted_per_second",
+       predicted_ms > 0 ? 1e3 * static_cast<double>(sink.num_tokens - 1) / predicted_ms : 0.0},
+      {"first_token_ms", ms_between(start, first)}};
   // The newest token is never stored: nothing follows it.
   const int64_t stored = num_prompt + std::max<int64_t>(0, sink.num_tokens - 1);
   const auto stats = stats_json(pool, settings, stored, pool.stats().pages_peak);
   if (o.json) {
-    const ordered_json usage{{"prompt_tokens", num_prompt}, {"completion_tokens", sink.num_tokens}, {"total_tokens", num_prompt + sink.num_tokens}};
+    const ordered_json usage{{"prompt_tokens", num_prompt},
+                             {"completion_tokens", sink.num_tokens},
+                             {"total_tokens", num_prompt + sink.num_tokens}};
     std::cout << sink.json({{"usage", usage}, {"timings", timings}, {"stats", stats}}) << std::endl;
     if (!std::cout) throw std::runtime_error("standard output: cannot be written");
   }
@@ -256,24 +284,50 @@ void add_run(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<RunOptions>();
   auto* sub = app.add_subcommand("run", "write text from a prompt")->alias("generate");
   sub->add_option("prompt", o->prompt, "the prompt (else --file or standard input)");
-  add_option(*sub, "-f,--file", o->file, "read the prompt from a file")->type_name("FILE")->default_str("");
-  name_variable(sub->add_flag("--raw", o->raw, "the prompt as it is, without the model's chat template"));
+  add_option(*sub, "-f,--file", o->file, "read the prompt from a file")
+      ->type_name("FILE")
+      ->default_str("");
+  name_variable(
+      sub->add_flag("--raw", o->raw, "the prompt as it is, without the model's chat template"));
   o->model.add_model(*sub);
-  add_option(*sub, "-n,--predict,--max-tokens", o->max_new_tokens, "most tokens to generate (-1: until the model ends or the context is full)")
+  add_option(*sub, "-n,--predict,--max-tokens", o->max_new_tokens,
+             "most tokens to generate (-1: until the model ends or the context is full)")
       ->check(CLI::Range(int64_t{-1}, int64_t{1} << 40));
-  add_option(*sub, "-c,--ctx-size,--max-model-len", o->model.context, "context in tokens (default: the model's)")->default_str("");
-  add_option(*sub, "--prefill-chunk", o->prefill_chunk, "most prompt tokens in a step (default: 512)")->default_str("")->check(CLI::Range(1, 1 << 20));
+  add_option(*sub, "-c,--ctx-size,--max-model-len", o->model.context,
+             "context in tokens (default: the model's)")
+      ->default_str("");
+  add_option(*sub, "--prefill-chunk", o->prefill_chunk,
+             "most prompt tokens in a step (default: 512)")
+      ->default_str("")
+      ->check(CLI::Range(1, 1 << 20));
   auto* sampling = "Sampling";
-  add_option(*sub, "--temperature,--temp", o->sampler.temperature, "0: always the most likely token")->check(CLI::Range(0.0f, 100.0f))->group(sampling);
-  add_option(*sub, "--top-k", o->sampler.top_k, "0: off")->check(CLI::NonNegativeNumber)->group(sampling);
-  add_option(*sub, "--top-p", o->sampler.top_p, "1: off")->check(CLI::Range(0.0f, 1.0f))->group(sampling);
-  add_option(*sub, "--min-p", o->sampler.min_p, "0: off")->check(CLI::Range(0.0f, 1.0f))->group(sampling);
-  add_option(*sub, "--repetition-penalty,--repeat-penalty", o->sampler.repetition_penalty, "1: off; over the last 64 tokens")
-      ->check(CLI::Range(0.01f, 100.0f))->group(sampling);
-  name_variable(sub->add_option("--seed", o->seed, "for temperature > 0 (default: random, and reported)"))->group(sampling);
-  sub->add_option("--stop", o->stop, "end before this text; may be given more than once")->take_all()->allow_extra_args(false)->group(sampling);
+  add_option(*sub, "--temperature,--temp", o->sampler.temperature,
+             "0: always the most likely token")
+      ->check(CLI::Range(0.0f, 100.0f))
+      ->group(sampling);
+  add_option(*sub, "--top-k", o->sampler.top_k, "0: off")
+      ->check(CLI::NonNegativeNumber)
+      ->group(sampling);
+  add_option(*sub, "--top-p", o->sampler.top_p, "1: off")
+      ->check(CLI::Range(0.0f, 1.0f))
+      ->group(sampling);
+  add_option(*sub, "--min-p", o->sampler.min_p, "0: off")
+      ->check(CLI::Range(0.0f, 1.0f))
+      ->group(sampling);
+  add_option(*sub, "--repetition-penalty,--repeat-penalty", o->sampler.repetition_penalty,
+             "1: off; over the last 64 tokens")
+      ->check(CLI::Range(0.01f, 100.0f))
+      ->group(sampling);
+  name_variable(
+      sub->add_option("--seed", o->seed, "for temperature > 0 (default: random, and reported)"))
+      ->group(sampling);
+  sub->add_option("--stop", o->stop, "end before this text; may be given more than once")
+      ->take_all()
+      ->allow_extra_args(false)
+      ->group(sampling);
   o->model.add_pages(*sub);
-  name_variable(sub->add_flag("--stats", o->stats, "report pages, bytes, growth and times at the end"));
+  name_variable(
+      sub->add_flag("--stats", o->stats, "report pages, bytes, growth and times at the end"));
   name_variable(sub->add_flag("--json", o->json, "one JSON object on stdout instead of the text"));
   sub->callback([o, start, &exit_code] { exit_code = run(*o, start); });
 }

@@ -48,7 +48,8 @@ struct ThreadPool::Impl {
   void work_loop(int worker) {
     uint32_t seen = 0;
     for (;;) {
-      for (int i = 0; i < kSpins && generation.load(std::memory_order_acquire) == seen; ++i) pause_cpu();
+      for (int i = 0; i < kSpins && generation.load(std::memory_order_acquire) == seen; ++i)
+        pause_cpu();
       generation.wait(seen, std::memory_order_acquire);
       ++seen;
       if (stop) return;
@@ -69,7 +70,8 @@ struct ThreadPool::Impl {
 
 ThreadPool::ThreadPool(int num_threads) {
   if (num_threads < 1 || num_threads > 1024)
-    throw std::invalid_argument("num_threads " + std::to_string(num_threads) + ": must be in 1..1024");
+    throw std::invalid_argument("num_threads " + std::to_string(num_threads) +
+                                ": must be in 1..1024");
   impl_ = std::make_unique<Impl>(num_threads);
 }
 
@@ -93,7 +95,10 @@ void ThreadPool::run(int64_t num_items, FunctionRef<void(int64_t, int)> fn) {
   for (int i = 0;; ++i) {
     const int left = p.busy.load(std::memory_order_acquire);
     if (left == 0) return;
-    if (i < kSpins) pause_cpu(); else p.busy.wait(left, std::memory_order_acquire);
+    if (i < kSpins)
+      pause_cpu();
+    else
+      p.busy.wait(left, std::memory_order_acquire);
   }
 }
 

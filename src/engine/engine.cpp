@@ -28,9 +28,9 @@ struct Engine::Running {
 // A sequence's share of one step.
 struct Engine::Work {
   Running* request;
-  int64_t first;         // position of its first new token
+  int64_t first;  // position of its first new token
   int64_t num_tokens;
-  int32_t num_outputs;   // of them, the last ones
+  int32_t num_outputs;  // of them, the last ones
 
   StepBatch::Sequence sequence() const {
     return {&request->table, std::span(request->tokens).subspan(first, num_tokens), num_outputs};
@@ -39,25 +39,38 @@ struct Engine::Work {
 
 std::string_view finish_reason_name(FinishReason reason) noexcept {
   switch (reason) {
-    case FinishReason::kStop: return "stop";
-    case FinishReason::kLength: return "length";
-    case FinishReason::kCancelled: return "cancelled";
-    case FinishReason::kError: return "error";
+    case FinishReason::kStop:
+      return "stop";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kCancelled:
+      return "cancelled";
+    case FinishReason::kError:
+      return "error";
   }
   return "unknown";
 }
 
-Engine::Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool, SamplerFactory make_sampler, EngineOptions options)
-    : model_(model), tokenizer_(tokenizer), pool_(pool), make_sampler_(std::move(make_sampler)), options_(options) {
+Engine::Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool,
+               SamplerFactory make_sampler, EngineOptions options)
+    : model_(model),
+      tokenizer_(tokenizer),
+      pool_(pool),
+      make_sampler_(std::move(make_sampler)),
+      options_(options) {
   const auto& info = model.info();
   if (options_.context == 0) options_.context = info.context_length;
   if (options_.context < 1 || options_.context > info.context_length)
-    throw std::invalid_argument("context " + std::to_string(options_.context) + ": must be in 1.." + std::to_string(info.context_length));
+    throw std::invalid_argument("context " + std::to_string(options_.context) + ": must be in 1.." +
+                                std::to_string(info.context_length));
   if (options_.prefill_chunk < 0)
-    throw std::invalid_argument("prefill_chunk " + std::to_string(options_.prefill_chunk) + ": must not be negative");
+    throw std::invalid_argument("prefill_chunk " + std::to_string(options_.prefill_chunk) +
+                                ": must not be negative");
   if (options_.prefill_chunk == 0) options_.prefill_chunk = model.max_step_tokens();
   options_.prefill_chunk = std::min(options_.prefill_chunk, model.max_step_tokens());
-  if (options_.max_seqs < 1) throw std::invalid_argument("max_seqs " + std::to_string(options_.max_seqs) + ": must be at least 1");
+  if (options_.max_seqs < 1)
+    throw std::invalid_argument("max_seqs " + std::to_string(options_.max_seqs) +
+                                ": must be at least 1");
 }
 
 Engine::~Engine() = default;
@@ -71,23 +84,29 @@ RequestId Engine::submit(GenerationRequest request, RequestSink& sink) {
   if (n == 0) throw std::invalid_argument("the prompt has no tokens");
   for (int32_t t : request.prompt)
     if (t < 0 || t >= model_.info().vocab_size)
-      throw std::invalid_argument("prompt token " + std::to_string(t) + ": the vocabulary has " + std::to_string(model_.info().vocab_size));
+      throw std::invalid_argument("prompt token " + std::to_string(t) + ": the vocabulary has " +
+                                  std::to_string(model_.info().vocab_size));
   if (n > options_.context)
-    throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the context holds " + std::to_string(options_.context));
+    throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the context holds " +
+                        std::to_string(options_.context));
   for (int g = 0; g < pool_.num_groups(); ++g) {
     const int64_t most = pool_.max_pages(g) * pool_.page_size();
-    if (n > most) throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the pool can hold " + std::to_string(most));
+    if (n > most)
+      throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the pool can hold " +
+                          std::to_string(most));
   }
   TextStream text(request.stop);
   auto sampler = make_sampler_(request.sampler);
   for (int32_t t : request.prompt) sampler->accept(t);
   auto tokens = request.prompt;
-  requests_.push_back({next_id_, std::move(request), &sink, BlockTable(pool_, options_.context), std::move(sampler), std::move(text), std::move(tokens)});
+  requests_.push_back({next_id_, std::move(request), &sink, BlockTable(pool_, options_.context),
+                       std::move(sampler), std::move(text), std::move(tokens)});
   return next_id_++;
 }
 
 void Engine::cancel(RequestId id) {
-  const auto it = std::find_if(requests_.begin(), requests_.end(), [&](const Running& r) { return r.id == id; });
+  const auto it = std::find_if(requests_.begin(), requests_.end(),
+                               [&](const Running& r) { return r.id == id; });
   if (it == requests_.end() || it->done) return;
   finish(*it, FinishReason::kCancelled);
   requests_.erase(it);
@@ -96,7 +115,10 @@ void Engine::cancel(RequestId id) {
 bool Engine::step() {
   if (requests_.empty()) return false;
   auto work = schedule();
-  if (work.empty()) fail_newest_blocked(); else run(work);
+  if (work.empty())
+    fail_newest_blocked();
+  else
+    run(work);
   ++stats_.steps;
   std::erase_if(requests_, [](const Running& r) { return r.done; });
   return !requests_.empty();
@@ -113,7 +135,8 @@ std::vector<Engine::Work> Engine::schedule() {
       if (r.prefilling() != prefill || budget == 0) continue;
       const bool started = r.num_computed() > 0;
       if (!started && running >= options_.max_seqs) continue;
-      const int64_t n = std::min({r.num_left(), budget, prefill ? int64_t{options_.prefill_chunk} : budget});
+      const int64_t n =
+          std::min({r.num_left(), budget, prefill ? int64_t{options_.prefill_chunk} : budget});
       const int64_t first = r.num_computed();
       ++running;
       if (!r.table.try_append(n)) continue;
@@ -165,9 +188,12 @@ void Engine::take_outputs(const Work& work, std::span<const float> logits) {
     if (r.request.prompt_logprobs)
       for (int32_t i = 0; i < work.num_outputs; ++i) {
         const int64_t next = end - work.num_outputs + i + 1;  // the token this row predicts
-        if (next < r.num_prompt()) r.sink->on_prompt_logprob(next, log_probability(logits.subspan(i * vocab, vocab), r.tokens[next]));
+        if (next < r.num_prompt())
+          r.sink->on_prompt_logprob(
+              next, log_probability(logits.subspan(i * vocab, vocab), r.tokens[next]));
       }
-    if (work.num_outputs > 0 && end == static_cast<int64_t>(r.tokens.size())) take_token(r, logits.last(vocab));
+    if (work.num_outputs > 0 && end == static_cast<int64_t>(r.tokens.size()))
+      take_token(r, logits.last(vocab));
   } catch (...) {
     finish(r, FinishReason::kError, std::current_exception());
   }
@@ -189,7 +215,8 @@ void Engine::take_token(Running& r, std::span<const float> logits) {
   event.text = text;
   r.sink->on_token(event);
   if (end || r.text.stopped()) return finish(r, FinishReason::kStop);
-  if (r.num_generated == r.request.max_new_tokens || full()) return finish(r, FinishReason::kLength);
+  if (r.num_generated == r.request.max_new_tokens || full())
+    return finish(r, FinishReason::kLength);
 }
 
 void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
@@ -205,7 +232,9 @@ void Engine::fail_newest_blocked() {
     if (r.num_computed() > 0) victim = &r;
   const std::string text = victim->table.refusal_text();
   finish(*victim, FinishReason::kError,
-         pool_.refusal() == PagePool::Refusal::kBudget ? std::make_exception_ptr(MemoryError(text)) : std::make_exception_ptr(CapacityError(text)));
+         pool_.refusal() == PagePool::Refusal::kBudget
+             ? std::make_exception_ptr(MemoryError(text))
+             : std::make_exception_ptr(CapacityError(text)));
 }
 
 }  // namespace pagedkv

@@ -22,21 +22,22 @@ using RequestId = int64_t;
 using SamplerFactory = std::function<std::unique_ptr<Sampler>(const SamplerOptions&)>;
 
 struct EngineOptions {
-  int64_t context = 0;         // tokens a sequence may hold; 0: the model's
-  int prefill_chunk = 0;       // most prompt tokens of one sequence in a step; 0: the step's limit
-  int max_seqs = 256;          // sequences that run at once
+  int64_t context = 0;    // tokens a sequence may hold; 0: the model's
+  int prefill_chunk = 0;  // most prompt tokens of one sequence in a step; 0: the step's limit
+  int max_seqs = 256;     // sequences that run at once
 };
 
 struct EngineStats {
   int64_t steps = 0;
-  int64_t prompt_tokens = 0;     // computed
+  int64_t prompt_tokens = 0;  // computed
   int64_t generated_tokens = 0;
 };
 
 class Engine {
  public:
   // All references must outlive the engine. Throws std::invalid_argument for options outside their limits.
-  Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool, SamplerFactory make_sampler, EngineOptions options = {});
+  Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool, SamplerFactory make_sampler,
+         EngineOptions options = {});
   ~Engine();
 
   // Queues a request; `sink` must outlive it. Throws std::invalid_argument (empty prompt, a token outside the

@@ -13,13 +13,13 @@
 namespace pagedkv {
 
 struct GenerationRequest {
-  std::vector<int32_t> prompt;          // token ids, at least one
+  std::vector<int32_t> prompt;  // token ids, at least one
   SamplerOptions sampler;
-  int64_t max_new_tokens = -1;          // < 0: until the model ends or the context is full
-  std::vector<std::string> stop;        // the text ends before the first of these; none may be empty
-  bool ignore_end = false;              // go on after end-of-generation tokens
-  bool logprobs = false;                // compute log-probabilities of generated tokens
-  bool prompt_logprobs = false;         // and of the prompt's
+  int64_t max_new_tokens = -1;    // < 0: until the model ends or the context is full
+  std::vector<std::string> stop;  // the text ends before the first of these; none may be empty
+  bool ignore_end = false;        // go on after end-of-generation tokens
+  bool logprobs = false;          // compute log-probabilities of generated tokens
+  bool prompt_logprobs = false;   // and of the prompt's
 };
 
 enum class FinishReason { kStop, kLength, kCancelled, kError };
@@ -30,8 +30,8 @@ std::string_view finish_reason_name(FinishReason reason) noexcept;
 // One generated token. `text` is what may be shown now: whole UTF-8 characters, nothing of a stop text.
 struct TokenEvent {
   int32_t id = 0;
-  std::string_view text;           // newly released text, often empty
-  std::optional<double> logprob;   // where asked for
+  std::string_view text;          // newly released text, often empty
+  std::optional<double> logprob;  // where asked for
 };
 
 // Hears of one request, on the thread that calls Engine::step().

@@ -13,7 +13,10 @@ int character_length(std::string_view text) noexcept {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t lead = byte(0);
   if (lead < 0x80) return 1;
-  const int length = lead >= 0xc2 && lead <= 0xdf ? 2 : lead >= 0xe0 && lead <= 0xef ? 3 : lead >= 0xf0 && lead <= 0xf4 ? 4 : 0;
+  const int length = lead >= 0xc2 && lead <= 0xdf   ? 2
+                     : lead >= 0xe0 && lead <= 0xef ? 3
+                     : lead >= 0xf0 && lead <= 0xf4 ? 4
+                                                    : 0;
   if (length == 0) return 0;
   for (int i = 1; i < length; ++i) {
     if (static_cast<size_t>(i) == text.size()) return -i;
@@ -35,7 +38,8 @@ size_t whole_characters(std::string_view bytes) noexcept {
   // An unfinished character is at most 3 bytes at the end.
   for (size_t back = 1; back <= std::min<size_t>(3, bytes.size()); ++back) {
     const std::string_view tail = bytes.substr(bytes.size() - back);
-    if ((static_cast<uint8_t>(tail[0]) & 0xc0) == 0x80) continue;  // a continuation byte: look further left
+    if ((static_cast<uint8_t>(tail[0]) & 0xc0) == 0x80)
+      continue;  // a continuation byte: look further left
     return character_length(tail) < 0 ? bytes.size() - back : bytes.size();
   }
   return bytes.size();

@@ -17,7 +17,8 @@ double cgroup_cores() {
   std::ifstream v2("/sys/fs/cgroup/cpu.max");
   std::string quota;
   double period = 0;
-  if (v2 >> quota >> period && quota != "max" && period > 0) return std::atof(quota.c_str()) / period;
+  if (v2 >> quota >> period && quota != "max" && period > 0)
+    return std::atof(quota.c_str()) / period;
   std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
   double us = 0;
   if (q >> us && p >> period && us > 0 && period > 0) return us / period;

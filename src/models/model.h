@@ -20,11 +20,11 @@ struct ModelError : std::runtime_error {
 };
 
 struct ModelInfo {
-  std::string family;         // "llama", "toy"
-  std::string name;           // general.name of the file
-  std::string description;    // one line for people: family, parameters, weight types
+  std::string family;       // "llama", "toy"
+  std::string name;         // general.name of the file
+  std::string description;  // one line for people: family, parameters, weight types
   int32_t vocab_size = 0;
-  int32_t context_length = 0; // tokens the model was trained for
+  int32_t context_length = 0;  // tokens the model was trained for
   int num_layers = 0;
   int num_q_heads = 0;
   int64_t num_params = 0;

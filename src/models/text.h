@@ -16,7 +16,8 @@ class Tokenizer {
   virtual int32_t vocab_size() const noexcept = 0;
   // add_special: add what the model file asks for at the start and end. parse_special: texts of
   // control tokens become those tokens.
-  virtual std::vector<int32_t> tokenize(std::string_view text, bool add_special, bool parse_special) const = 0;
+  virtual std::vector<int32_t> tokenize(std::string_view text, bool add_special,
+                                        bool parse_special) const = 0;
   // The bytes of one token; may be part of a UTF-8 character. special: control tokens give their text,
   // else nothing.
   virtual std::string piece(int32_t token, bool special) const = 0;
@@ -24,7 +25,7 @@ class Tokenizer {
 };
 
 struct ChatMessage {
-  std::string role;     // system, user, assistant
+  std::string role;  // system, user, assistant
   std::string content;
 };
 

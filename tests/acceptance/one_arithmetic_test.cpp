@@ -87,7 +87,8 @@ TEST(OneArithmetic, SmolLM2Q4_K_MWithExactOn) {
     auto params = llama_model_quantize_default_params();
     params.ftype = LLAMA_FTYPE_MOSTLY_Q4_K_M;
     params.nthread = 2;
-    ASSERT_EQ(llama_model_quantize(model_file(kSmallF32).c_str(), (path + ".part").c_str(), &params), 0u);
+    ASSERT_EQ(
+        llama_model_quantize(model_file(kSmallF32).c_str(), (path + ".part").c_str(), &params), 0u);
     std::filesystem::rename(path + ".part", path);
   }
   check_all_ways(path, ExactMode::kOn);

@@ -43,14 +43,16 @@ class LlamaCpp {
     while (out.tokens.size() < kNewTokens) {
       while (done < tokens.size()) {
         const auto n = static_cast<int32_t>(std::min<size_t>(512, tokens.size() - done));
-        if (llama_decode(context, llama_batch_get_one(tokens.data() + done, n)) != 0) throw std::runtime_error("llama.cpp: decode failed");
+        if (llama_decode(context, llama_batch_get_one(tokens.data() + done, n)) != 0)
+          throw std::runtime_error("llama.cpp: decode failed");
         done += n;
       }
       const int vocab = llama_vocab_n_tokens(llama_model_get_vocab(model_));
       const float* logits = llama_get_logits_ith(context, -1);
       const int best = static_cast<int>(std::max_element(logits, logits + vocab) - logits);
       float second = -INFINITY;
-      for (int i = 0; i < vocab; ++i) if (i != best) second = std::max(second, logits[i]);
+      for (int i = 0; i < vocab; ++i)
+        if (i != best) second = std::max(second, logits[i]);
       out.tokens.push_back(best);
       out.logprobs.push_back(log_probability({logits, static_cast<size_t>(vocab)}, best));
       out.gaps.push_back(static_cast<double>(logits[best]) - second);
@@ -84,9 +86,11 @@ TEST_P(SameAsLlamaCpp, GreedyText) {
   options.num_threads = 2;
   const auto model = load_ggml_model(path, options);
   const auto tokenizer = load_tokenizer(path);
-  for (const auto& [format, type] : {std::pair{PageFormat::kF16, GGML_TYPE_F16}, {PageFormat::kF32, GGML_TYPE_F32}}) {
+  for (const auto& [format, type] :
+       {std::pair{PageFormat::kF16, GGML_TYPE_F16}, {PageFormat::kF32, GGML_TYPE_F32}}) {
     int most = 0;
-    for (size_t offset = 0; most < 8 && offset < 5; ++offset) {  // another prompt where a near tie comes too soon
+    for (size_t offset = 0; most < 8 && offset < 5;
+         ++offset) {  // another prompt where a near tie comes too soon
       auto prompt = tokenizer->tokenize(english(offset * 977, GetParam() * 6 + 100), true, false);
       ASSERT_GE(prompt.size(), static_cast<size_t>(GetParam()));
       prompt.resize(GetParam());
@@ -97,7 +101,8 @@ TEST_P(SameAsLlamaCpp, GreedyText) {
       ASSERT_EQ(ours.error, "");
       most = std::max(most, covered(peer.greedy(prompt, type), ours));
     }
-    EXPECT_GE(most, 8) << "no prompt gave 8 tokens without a near tie, " << page_format_name(format);
+    EXPECT_GE(most, 8) << "no prompt gave 8 tokens without a near tie, "
+                       << page_format_name(format);
   }
 }
 

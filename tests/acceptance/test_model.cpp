@@ -14,7 +14,9 @@ namespace {
 
 struct Recorder final : RequestSink {
   explicit Recorder(Generation& g) : out(g) {}
-  void on_prompt_logprob(int64_t, double logprob) override { out.prompt_logprobs.push_back(logprob); }
+  void on_prompt_logprob(int64_t, double logprob) override {
+    out.prompt_logprobs.push_back(logprob);
+  }
   void on_token(const TokenEvent& e) override {
     out.tokens.push_back(e.id);
     out.logprobs.push_back(e.logprob.value());
@@ -33,7 +35,9 @@ struct Recorder final : RequestSink {
 
 std::string model_file(const std::string& name) {
   const char* folder = std::getenv("PAGEDKV_TEST_MODELS");
-  if (!folder) throw std::runtime_error("PAGEDKV_TEST_MODELS is not set: run scripts/test.sh, which makes the test models");
+  if (!folder)
+    throw std::runtime_error(
+        "PAGEDKV_TEST_MODELS is not set: run scripts/test.sh, which makes the test models");
   return std::string(folder) + "/" + name;
 }
 
@@ -43,7 +47,10 @@ std::string english(size_t offset, size_t bytes) {
   text << in.rdbuf();
   std::string once, out;
   for (char c : text.str())  // one space for each run of white space
-    if (c != ' ' && c != '\n') once += c; else if (!once.empty() && once.back() != ' ') once += ' ';
+    if (c != ' ' && c != '\n')
+      once += c;
+    else if (!once.empty() && once.back() != ' ')
+      once += ' ';
   while (out.size() < offset + bytes) out += once;
   return out.substr(offset, bytes);
 }
@@ -55,14 +62,17 @@ Generation generate(Model& model, const std::vector<int32_t>& prompt, const RunC
   PagePool pool(pool_options(model.info(), config.kv));
   EngineOptions options;
   options.prefill_chunk = config.prefill_chunk;
-  Engine engine(model, *tokenizer, pool, [&](const SamplerOptions& s) { return make_sampler(s, model.info().vocab_size); }, options);
+  Engine engine(
+      model, *tokenizer, pool,
+      [&](const SamplerOptions& s) { return make_sampler(s, model.info().vocab_size); }, options);
   GenerationRequest request;
   request.prompt = prompt;
   request.max_new_tokens = config.max_new_tokens;
   request.ignore_end = true;
   request.logprobs = request.prompt_logprobs = true;
   engine.submit(std::move(request), sink);
-  while (engine.step()) {}
+  while (engine.step()) {
+  }
   pool.verify();
   return out;
 }

@@ -33,10 +33,13 @@ struct Cli : testing::Test {
   void TearDown() override { std::filesystem::remove_all(dir); }
 
   // Runs the program through the shell; `before` sets variables.
-  Result run(const std::string& args, const std::string& before = "", const std::string& stdin_file = "/dev/null") {
-    const std::string command = before + " '" + PAGEDKV_BINARY + "' " + args + " <" + stdin_file + " >" + dir.string() + "/out 2>" + dir.string() + "/err";
+  Result run(const std::string& args, const std::string& before = "",
+             const std::string& stdin_file = "/dev/null") {
+    const std::string command = before + " '" + PAGEDKV_BINARY + "' " + args + " <" + stdin_file +
+                                " >" + dir.string() + "/out 2>" + dir.string() + "/err";
     const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(dir / "out"), slurp(dir / "err")};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(dir / "out"),
+            slurp(dir / "err")};
   }
   std::string file(const std::string& name, const std::string& content) {
     std::ofstream(dir / name, std::ios::binary) << content;
@@ -44,7 +47,8 @@ struct Cli : testing::Test {
   }
   static std::string models() {
     const char* folder = std::getenv("PAGEDKV_TEST_MODELS");
-    EXPECT_NE(folder, nullptr) << "PAGEDKV_TEST_MODELS: run scripts/test.sh, which makes the test models";
+    EXPECT_NE(folder, nullptr)
+        << "PAGEDKV_TEST_MODELS: run scripts/test.sh, which makes the test models";
     return folder ? folder : "";
   }
   std::filesystem::path dir;
@@ -79,7 +83,10 @@ TEST_F(Cli, HelpAndVersionGoToStdout) {
 }
 
 TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
-  const struct { const char* args; const char* names; } cases[] = {
+  const struct {
+    const char* args;
+    const char* names;
+  } cases[] = {
       {"", "subcommand"},
       {"fly", "fly"},
       {"run -m toy: x --frobnicate", "frobnicate"},
@@ -119,7 +126,8 @@ TEST_F(Cli, VariablesStandForFlagsAndFlagsWin) {
 
 TEST_F(Cli, SpellingsOfThePageFormat) {
   EXPECT_NE(run("run -m toy: -n 1 x -ctk q8_0 -ctv f32").err.find("k=q8,v=f32"), std::string::npos);
-  EXPECT_NE(run("run -m toy: -n 1 x --paged-kv-quantization off").err.find("pages f16"), std::string::npos);
+  EXPECT_NE(run("run -m toy: -n 1 x --paged-kv-quantization off").err.find("pages f16"),
+            std::string::npos);
   EXPECT_NE(run("run -m toy: -n 1 x --kv-quant int8").err.find("pages q8"), std::string::npos);
 }
 
@@ -209,7 +217,8 @@ TEST_F(Cli, AReadOnlyCacheFolderDoesNotMatterToARun) {
 }
 
 TEST_F(Cli, AFullDeviceIsReported) {
-  const std::string command = std::string("'") + PAGEDKV_BINARY + "' run -m toy: -n 20 hello >/dev/full 2>" + dir.string() + "/err";
+  const std::string command = std::string("'") + PAGEDKV_BINARY +
+                              "' run -m toy: -n 20 hello >/dev/full 2>" + dir.string() + "/err";
   const int status = std::system(command.c_str());
   EXPECT_EQ(WEXITSTATUS(status), 1);
   EXPECT_NE(slurp(dir / "err").find("standard output"), std::string::npos);
@@ -223,7 +232,8 @@ TEST_F(Cli, ARealModelFileWritesItsText) {
   EXPECT_EQ(run(chain + "-n 26 --stop GHX ABC").out, "DEFGHIJKLMNOPQRSTUVWXYZABC\n");
   EXPECT_EQ(run(chain + "-n 26 x").out, "yz.\n");
   EXPECT_EQ(run(chain + "-n 8 '\xf0\x9f\xa6\x99'").out, "\xf0\x9f\xa6\x99\xf0\x9f\xa6\x99\n");
-  EXPECT_EQ(run(chain + "-n 10 '\xf0\x9f\xa6\x99'").out, "\xf0\x9f\xa6\x99\xf0\x9f\xa6\x99\xef\xbf\xbd\n");
+  EXPECT_EQ(run(chain + "-n 10 '\xf0\x9f\xa6\x99'").out,
+            "\xf0\x9f\xa6\x99\xf0\x9f\xa6\x99\xef\xbf\xbd\n");
   const auto j = nlohmann::json::parse(run(chain + "-n 3 --json x").out);
   EXPECT_EQ(j["finish_reason"], "length");
   EXPECT_NEAR(j["tokens"][0]["logprob"].get<double>(), -1.25e-5, 1e-5);
@@ -237,7 +247,9 @@ TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
   const auto rows = nlohmann::json::parse(r.out);
   ASSERT_EQ(rows.size(), 4u);
   for (const auto& row : rows) {
-    for (const char* key : {"model_filename", "model_size", "model_n_params", "n_threads", "type_k", "type_v", "n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"})
+    for (const char* key : {"model_filename", "model_size", "model_n_params", "n_threads", "type_k",
+                            "type_v", "n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns",
+                            "avg_ts", "stddev_ts", "samples_ns", "samples_ts"})
       EXPECT_TRUE(row.contains(key)) << key;
     EXPECT_EQ(row["samples_ns"].size(), 2u);
     EXPECT_GT(row["avg_ts"].get<double>(), 0);

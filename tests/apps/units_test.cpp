@@ -12,7 +12,8 @@ TEST(Units, BytesTakeBinaryUnits) {
   EXPECT_EQ(parse_bytes("64KiB"), 64 << 10);
   EXPECT_EQ(parse_bytes("1.5 MiB"), 3 << 19);
   EXPECT_EQ(parse_bytes("2GiB"), int64_t{2} << 30);
-  for (const char* bad : {"", "abc", "-1", "1XB", "nan", "1e30", "GiB", "1 2"}) EXPECT_THROW(parse_bytes(bad), std::invalid_argument) << bad;
+  for (const char* bad : {"", "abc", "-1", "1XB", "nan", "1e30", "GiB", "1 2"})
+    EXPECT_THROW(parse_bytes(bad), std::invalid_argument) << bad;
 }
 
 TEST(Units, BytesAreShownWithOneDecimal) {
@@ -23,7 +24,9 @@ TEST(Units, BytesAreShownWithOneDecimal) {
 
 TEST(Units, FamiliarShortFlagsBecomeLongOnes) {
   const char* argv[] = {"pagedkv", "run", "-ctk", "q8", "-ctv=f16", "--", "-ctk"};
-  EXPECT_EQ(rewrite_short_flags(7, argv), (std::vector<std::string>{"run", "--cache-type-k", "q8", "--cache-type-v=f16", "--", "-ctk"}));
+  EXPECT_EQ(rewrite_short_flags(7, argv),
+            (std::vector<std::string>{"run", "--cache-type-k", "q8", "--cache-type-v=f16", "--",
+                                      "-ctk"}));
 }
 
 }  // namespace

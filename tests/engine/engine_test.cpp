@@ -32,7 +32,8 @@ struct Recorder final : RequestSink {
     error = e;
   }
   bool operator==(const Recorder& o) const {
-    return tokens == o.tokens && text == o.text && logprobs == o.logprobs && prompt_logprobs == o.prompt_logprobs && reason == o.reason;
+    return tokens == o.tokens && text == o.text && logprobs == o.logprobs &&
+           prompt_logprobs == o.prompt_logprobs && reason == o.reason;
   }
   std::vector<int64_t> chunks;
   std::vector<int32_t> tokens;
@@ -45,7 +46,9 @@ struct Recorder final : RequestSink {
 
 struct Fixture {
   explicit Fixture(KvSettings kv = {}, EngineOptions options = {}, ToyOptions toy = {})
-      : model(make_toy_model(toy)), pool(pool_options(model->info(), kv)), engine(*model, *tokenizer, pool, make_toy_sampler, options) {}
+      : model(make_toy_model(toy)),
+        pool(pool_options(model->info(), kv)),
+        engine(*model, *tokenizer, pool, make_toy_sampler, options) {}
   GenerationRequest request(const std::string& prompt, int64_t max_new_tokens) const {
     GenerationRequest r;
     r.prompt = tokenizer->tokenize(prompt, true, true);
@@ -53,14 +56,17 @@ struct Fixture {
     r.logprobs = r.prompt_logprobs = true;
     return r;
   }
-  void run_all() { while (engine.step()) pool.verify(); }
+  void run_all() {
+    while (engine.step()) pool.verify();
+  }
   std::unique_ptr<Tokenizer> tokenizer = make_toy_tokenizer();
   std::unique_ptr<Model> model;
   PagePool pool;
   Engine engine;
 };
 
-Recorder alone(const std::string& prompt, int64_t n, KvSettings kv = {}, EngineOptions options = {}) {
+Recorder alone(const std::string& prompt, int64_t n, KvSettings kv = {},
+               EngineOptions options = {}) {
   Fixture f(kv, options);
   Recorder r;
   f.engine.submit(f.request(prompt, n), r);
@@ -81,14 +87,16 @@ TEST(Engine, TextDoesNotDependOnChunkingPagesOrFormat) {
           kv.page_size = page_size;
           kv.key_format = kv.value_format = format;
           kv.shuffle_seed = shuffle;
-          EXPECT_TRUE(alone(prompt, 50, kv, {.prefill_chunk = chunk}) == want) << chunk << ' ' << page_size << ' ' << shuffle;
+          EXPECT_TRUE(alone(prompt, 50, kv, {.prefill_chunk = chunk}) == want)
+              << chunk << ' ' << page_size << ' ' << shuffle;
         }
 }
 
 TEST(Engine, BatchedRequestsGiveWhatTheyGiveAlone) {
   std::mt19937 random(3);
   std::vector<std::string> prompts;
-  for (int i = 0; i < 20; ++i) prompts.push_back(std::string(1 + random() % 200, static_cast<char>('a' + i)));
+  for (int i = 0; i < 20; ++i)
+    prompts.push_back(std::string(1 + random() % 200, static_cast<char>('a' + i)));
   Fixture f({}, {.prefill_chunk = 64, .max_seqs = 8}, {.max_step_tokens = 100});
   std::vector<Recorder> got(prompts.size());
   for (size_t i = 0; i < prompts.size(); ++i) {
@@ -96,7 +104,8 @@ TEST(Engine, BatchedRequestsGiveWhatTheyGiveAlone) {
     f.engine.step();
   }
   f.run_all();
-  for (size_t i = 0; i < prompts.size(); ++i) EXPECT_TRUE(got[i] == alone(prompts[i], 5 + static_cast<int64_t>(i))) << i;
+  for (size_t i = 0; i < prompts.size(); ++i)
+    EXPECT_TRUE(got[i] == alone(prompts[i], 5 + static_cast<int64_t>(i))) << i;
   EXPECT_EQ(f.pool.stats().pages_held, 0);
 }
 

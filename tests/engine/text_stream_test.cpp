@@ -36,8 +36,14 @@ TEST(TextStream, AnUnfinishedCharacterBecomesOneReplacementAtTheEnd) {
 
 TEST(TextStream, BytesThatAreNoCharacterBecomeReplacements) {
   TextStream s;
-  EXPECT_EQ(s.push("a\xff" "b\xc0\xaf"), "a\xef\xbf\xbd" "b\xef\xbf\xbd\xef\xbf\xbd");
-  EXPECT_EQ(valid_utf8("\xe2\x82" "A"), "\xef\xbf\xbd" "A");
+  EXPECT_EQ(s.push("a\xff"
+                   "b\xc0\xaf"),
+            "a\xef\xbf\xbd"
+            "b\xef\xbf\xbd\xef\xbf\xbd");
+  EXPECT_EQ(valid_utf8("\xe2\x82"
+                       "A"),
+            "\xef\xbf\xbd"
+            "A");
   EXPECT_EQ(valid_utf8("\xed\xa0\x80"), "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd");  // a surrogate
 }
 
@@ -73,7 +79,8 @@ TEST(TextStream, RefusesAnEmptyStopText) { EXPECT_THROW(TextStream({""}), std::i
 TEST(TextStream, DoesNotDependOnHowTheTextIsCut) {
   std::mt19937 random(7);
   const std::string text = "h\xc3\xa9llo \xf0\x9f\xa6\x99 w\xe2\x82\xacrld\xff stop STOPPED";
-  for (const auto& stops : {std::vector<std::string>{}, {"STOP"}, {"w\xe2\x82\xac"}, {"zzz", "\xa6"}}) {
+  for (const auto& stops :
+       {std::vector<std::string>{}, {"STOP"}, {"w\xe2\x82\xac"}, {"zzz", "\xa6"}}) {
     TextStream whole(stops);
     const std::string want = whole.push(text) + whole.finish();
     for (int round = 0; round < 500; ++round) {

@@ -26,9 +26,15 @@ int32_t stored_token(const PageArray& keys, int64_t slot) {
   const std::byte* row = keys.data + slot * row_bytes(keys.format, kHeadDim);
   float x = 0;
   switch (keys.format) {
-    case PageFormat::kF32: x = *reinterpret_cast<const float*>(row); break;
-    case PageFormat::kF16: x = static_cast<float>(*reinterpret_cast<const _Float16*>(row)); break;
-    case PageFormat::kQ8: x = static_cast<float>(*reinterpret_cast<const int8_t*>(row)) * keys.scales[slot]; break;
+    case PageFormat::kF32:
+      x = *reinterpret_cast<const float*>(row);
+      break;
+    case PageFormat::kF16:
+      x = static_cast<float>(*reinterpret_cast<const _Float16*>(row));
+      break;
+    case PageFormat::kQ8:
+      x = static_cast<float>(*reinterpret_cast<const int8_t*>(row)) * keys.scales[slot];
+      break;
   }
   return static_cast<int32_t>(std::lround(x)) - 1;
 }
@@ -58,7 +64,8 @@ class ToyModel final : public Model {
     logits_.clear();
     for (const auto& s : batch.sequences) store_tokens(s, pool);
     for (const auto& s : batch.sequences) {
-      for (int32_t i = s.num_outputs; i > 0; --i) append_logits(*s.table, s.table->length() - i + 1, pool);
+      for (int32_t i = s.num_outputs; i > 0; --i)
+        append_logits(*s.table, s.table->length() - i + 1, pool);
     }
     return logits_;
   }
@@ -67,7 +74,8 @@ class ToyModel final : public Model {
   void store_tokens(const StepBatch::Sequence& s, PagePool& pool) {
     const auto n = static_cast<int64_t>(s.tokens.size());
     std::vector<float> rows(n * kHeadDim);
-    for (int64_t t = 0; t < n; ++t) std::fill_n(rows.begin() + t * kHeadDim, kHeadDim, static_cast<float>(s.tokens[t] + 1));
+    for (int64_t t = 0; t < n; ++t)
+      std::fill_n(rows.begin() + t * kHeadDim, kHeadDim, static_cast<float>(s.tokens[t] + 1));
     std::vector<int64_t> slots(n);
     for (int layer = 0; layer < pool.num_layers(); ++layer) {
       s.table->slot_mapping(pool.group_of_layer(layer), s.table->length() - n, slots);
@@ -87,14 +95,16 @@ class ToyModel final : public Model {
     uint64_t hash = 0x9e3779b97f4a7c15ull;
     int32_t last = -1;
     for (int64_t t = 0; t < length; ++t) {
-      last = stored_token(pages.keys, int64_t{ids[t / pages.page_size]} * pages.page_size + t % pages.page_size);
+      last = stored_token(
+          pages.keys, int64_t{ids[t / pages.page_size]} * pages.page_size + t % pages.page_size);
       hash = mix(hash ^ static_cast<uint64_t>(last + 1));
     }
     const size_t first = logits_.size();
     logits_.resize(first + kToyVocabSize, 0.0f);
     float* row = logits_.data() + first;
     for (size_t i = 0; i < 4; ++i)
-      row[static_cast<uint8_t>(kAlphabet[(hash >> (8 * i)) % kAlphabet.size()])] = 12.0f - static_cast<float>(i);
+      row[static_cast<uint8_t>(kAlphabet[(hash >> (8 * i)) % kAlphabet.size()])] =
+          12.0f - static_cast<float>(i);
     if (options_.end_after > 0 && length >= options_.end_after) row[kToyEnd] = 20.0f;
     if (last >= 0 && last == options_.poison_token) row[1] = NAN;
   }
@@ -133,11 +143,13 @@ class ToySampler final : public Sampler {
   explicit ToySampler(const SamplerOptions& options) : options_(options), random_(options.seed) {}
   int32_t sample(std::span<const float> logits) override {
     for (size_t i = 0; i < logits.size(); ++i)
-      if (!std::isfinite(logits[i])) throw std::runtime_error("logit " + std::to_string(i) + " is not finite");
+      if (!std::isfinite(logits[i]))
+        throw std::runtime_error("logit " + std::to_string(i) + " is not finite");
     const auto best = std::max_element(logits.begin(), logits.end());
     if (options_.temperature <= 0) return static_cast<int32_t>(best - logits.begin());
     std::vector<double> p;
-    for (float x : logits) p.push_back(std::exp((static_cast<double>(x) - *best) / options_.temperature));
+    for (float x : logits)
+      p.push_back(std::exp((static_cast<double>(x) - *best) / options_.temperature));
     return static_cast<int32_t>(std::discrete_distribution<int>(p.begin(), p.end())(random_));
   }
   void accept(int32_t) override {}
@@ -149,9 +161,15 @@ class ToySampler final : public Sampler {
 
 }  // namespace
 
-std::unique_ptr<Model> make_toy_model(const ToyOptions& options) { return std::make_unique<ToyModel>(options); }
+std::unique_ptr<Model> make_toy_model(const ToyOptions& options) {
+  return std::make_unique<ToyModel>(options);
+}
 std::unique_ptr<Tokenizer> make_toy_tokenizer() { return std::make_unique<ToyTokenizer>(); }
-std::unique_ptr<ChatTemplate> make_toy_chat_template() { return std::make_unique<ToyChatTemplate>(); }
-std::unique_ptr<Sampler> make_toy_sampler(const SamplerOptions& options) { return std::make_unique<ToySampler>(options); }
+std::unique_ptr<ChatTemplate> make_toy_chat_template() {
+  return std::make_unique<ToyChatTemplate>();
+}
+std::unique_ptr<Sampler> make_toy_sampler(const SamplerOptions& options) {
+  return std::make_unique<ToySampler>(options);
+}
 
 }  // namespace pagedkv

@@ -18,8 +18,8 @@ inline constexpr int32_t kToyVocabSize = 257;
 struct ToyOptions {
   int context_length = 4096;
   int max_step_tokens = 512;
-  int sliding_window = 0;   // > 0: a second layer group with this window
-  int64_t end_after = 0;    // > 0: the model ends its text when the sequence has this many tokens
+  int sliding_window = 0;     // > 0: a second layer group with this window
+  int64_t end_after = 0;      // > 0: the model ends its text when the sequence has this many tokens
   int32_t poison_token = -1;  // a logit row after this token holds a NaN
 };
 
