@@ -1,0 +1,207 @@
+#include "kernels/attention_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "base/page_codec.h"
+#include "pagedkv/kernels/kernel_set.h"
+
+namespace pagedkv {
+namespace {
+
+// Query rows (times heads) of a tile job: the states and scores of 128 rows fit a 1 MB L2 (64 costs 2-8 %, 256 gains
+// 2 %). Smaller only where workers would stand idle.
+constexpr int kTileRows = 128;
+constexpr int kMinTileRows = 16;
+// Enough items that the slowest worker ends within an eighth of the others.
+constexpr int kItemsPerWorker = 8;
+// Rows x tokens below which an item is not worth another: some 25 us at head_dim 128.
+constexpr int64_t kMinItemCost = 4096;
+
+[[noreturn]] void fail(const std::string& text) { throw std::invalid_argument("attention: " + text); }
+
+std::string str(int64_t value) { return std::to_string(value); }
+
+void check_layout(const AttentionArgs& args) {
+  const LayerPages& p = args.pages;
+  check_head_dim(p.keys.format, p.keys.head_dim);
+  check_head_dim(p.values.format, p.values.head_dim);
+  if (p.page_size < 1 || p.page_size > 256) fail("page_size " + str(p.page_size) + ": must be in 1..256");
+  if (p.num_kv_heads < 1) fail("num_kv_heads " + str(p.num_kv_heads) + ": must be at least 1");
+  if (args.num_q_heads < 1 || args.num_q_heads % p.num_kv_heads != 0)
+    fail("num_q_heads " + str(args.num_q_heads) + ": must be a multiple of num_kv_heads " + str(p.num_kv_heads));
+  if (!std::isfinite(args.scale)) fail("scale is not finite");
+  if (!(args.logit_softcap >= 0) || !std::isfinite(args.logit_softcap))
+    fail("logit_softcap " + std::to_string(args.logit_softcap) + ": must be finite and not negative");
+  if (args.sliding_window < 0) fail("sliding_window " + str(args.sliding_window) + ": must not be negative");
+}
+
+void check_sequences(const AttentionArgs& args) {
+  if (args.num_seqs < 0) fail("num_seqs " + str(args.num_seqs) + ": must not be negative");
+  if (!args.query_start) fail("query_start is null");
+  if (args.query_start[0] != 0) fail("query_start[0] is " + str(args.query_start[0]) + ": must be 0");
+  if (args.num_seqs > 0 && !args.seq_lens) fail("seq_lens is null");
+  int64_t longest = 0;
+  for (int s = 0; s < args.num_seqs; ++s) {
+    const int64_t query_len = int64_t{args.query_start[s + 1]} - args.query_start[s];
+    const int64_t seq_len = args.seq_lens[s];
+    if (query_len < 0) fail("query_start falls at sequence " + str(s));
+    if (seq_len < 0) fail("seq_lens[" + str(s) + "] is " + str(seq_len) + ": must not be negative");
+    if (seq_len > 0 && query_len > seq_len)
+      fail("sequence " + str(s) + " has " + str(query_len) + " query rows but holds " + str(seq_len) +
+           " tokens: rows are its newest tokens");
+    longest = std::max(longest, seq_len);
+  }
+  const int64_t pages = (longest + args.pages.page_size - 1) / args.pages.page_size;
+  if (longest > 0 && !args.block_table) fail("block_table is null");
+  if (args.block_table_stride < pages)
+    fail("block_table_stride " + str(args.block_table_stride) + ": a sequence of " + str(longest) + " tokens needs " +
+         str(pages) + " pages");
+  if (args.mask && args.mask_stride < longest)
+    fail("mask_stride " + str(args.mask_stride) + ": the longest sequence holds " + str(longest) + " tokens");
+}
+
+int lanes_of(const PageArray& pages) {
+  return with_page_format(pages.format, [&](auto format) { return decltype(format)::num_lanes(pages.head_dim); });
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan() : impl_(std::make_unique<Impl>()) {}
+AttentionPlan::~AttentionPlan() = default;
+AttentionPlan::AttentionPlan(AttentionPlan&&) noexcept = default;
+AttentionPlan& AttentionPlan::operator=(AttentionPlan&&) noexcept = default;
+
+int64_t AttentionPlan::num_items() const noexcept { return static_cast<int64_t>(impl_->items.size()); }
+
+void AttentionPlan::prepare(const AttentionArgs& args, int num_workers) {
+  kernels();  // a bad PAGEDKV_KERNELS shows here: attend() cannot throw
+  if (num_workers < 1) fail("num_workers " + str(num_workers) + ": must be at least 1");
+  check_layout(args);
+  check_sequences(args);
+  Impl& p = *impl_;
+  p.num_workers = num_workers;
+  p.queries_per_kv = args.num_q_heads / args.pages.num_kv_heads;
+  p.key_lanes = lanes_of(args.pages.keys);
+  p.value_lanes = lanes_of(args.pages.values);
+  p.add_jobs(args);
+  p.add_items();
+  p.size_buffers();
+}
+
+void AttentionPlan::Impl::add_jobs(const AttentionArgs& args) {
+  int tile_rows = kTileRows;
+  for (;; tile_rows /= 2) {
+    jobs.clear();
+    int64_t most_items = 0;
+    for (int s = 0; s < args.num_seqs; ++s) add_sequence(args, s, std::max(1, tile_rows / queries_per_kv));
+    for (const Job& job : jobs) most_items += std::max(1, job.num_partitions) * int64_t{job.num_heads};
+    if (tile_rows <= kMinTileRows || num_workers == 1 || most_items >= int64_t{num_workers} * kItemsPerWorker) return;
+  }
+}
+
+void AttentionPlan::Impl::add_sequence(const AttentionArgs& args, int sequence, int queries_per_tile) {
+  const int query_len = args.query_start[sequence + 1] - args.query_start[sequence];
+  const int64_t seq_len = args.seq_lens[sequence], first_position = seq_len - query_len;
+  const LayerPages& p = args.pages;
+  const bool direct = query_len == 1 && queries_per_kv <= kMaxDirectQueries && key_lanes == p.keys.head_dim &&
+                      value_lanes == p.values.head_dim;
+  const int heads = direct ? p.num_kv_heads : 1;
+  for (int q = 0; q < query_len; q += queries_per_tile) {
+    const int num_queries = std::min(queries_per_tile, query_len - q);
+    const TokenRange first = visible_range(args, seq_len, first_position + q);
+    const TokenRange last = visible_range(args, seq_len, first_position + q + num_queries - 1);
+    const int from = static_cast<int>(first.first / kPartition);
+    const int to = last.empty() ? from : static_cast<int>((last.last + kPartition - 1) / kPartition);
+    for (int h = 0; h < p.num_kv_heads; h += heads)
+      jobs.push_back({sequence, q, num_queries, h, heads, from, to - from, direct, 1, -1});
+  }
+}
+
+int64_t AttentionPlan::Impl::cost(const Job& job) const noexcept {
+  return int64_t{rows(job)} * std::max(1, job.num_partitions) * kPartition;
+}
+
+void AttentionPlan::Impl::add_items() {
+  items.clear();
+  int64_t total = 0;
+  for (const Job& job : jobs) total += cost(job);
+  const int64_t target = num_workers == 1 ? INT64_MAX : std::max(total / (num_workers * kItemsPerWorker), kMinItemCost);
+  for (int32_t j = 0, n = static_cast<int32_t>(jobs.size()); j < n; ++j) split(j, target);
+  // Dearest first, so that the last items drawn are short; else in order, so that pages are read as they lie.
+  std::sort(items.begin(), items.end(), [](const WorkItem& a, const WorkItem& b) {
+    if (a.cost != b.cost) return a.cost > b.cost;
+    return a.job != b.job ? a.job < b.job : a.first_partition < b.first_partition;
+  });
+}
+
+// Cuts a job into items of about `target`: between partitions first, then, for a direct job, between kv heads.
+void AttentionPlan::Impl::split(int32_t job, int64_t target) {
+  const Job whole = jobs[job];
+  const int64_t pieces = (cost(whole) - 1) / target + 1;
+  const int chunks = static_cast<int>(std::clamp<int64_t>(pieces, 1, std::max(1, whole.num_partitions)));
+  const int ranges = static_cast<int>(std::min<int64_t>((pieces - 1) / chunks + 1, whole.num_heads));
+  for (int r = 0; r < ranges; ++r) {
+    const int32_t at = r == 0 ? job : static_cast<int32_t>(jobs.size());
+    if (r > 0) jobs.push_back(whole);
+    Job& part = jobs[at];
+    const int from = whole.num_heads * r / ranges, to = whole.num_heads * (r + 1) / ranges;
+    part.first_head = whole.first_head + from;
+    part.num_heads = to - from;
+    part.num_items = chunks;
+    for (int c = 0; c < chunks; ++c) {
+      const int begin = whole.num_partitions * c / chunks, end = whole.num_partitions * (c + 1) / chunks;
+      add_item(at, whole.first_partition + begin, end - begin);
+    }
+  }
+}
+
+void AttentionPlan::Impl::add_item(int32_t job, int partition, int count) {
+  items.push_back({job, partition, count, int64_t{rows(jobs[job])} * std::max(1, count)});
+}
+
+void AttentionPlan::Impl::size_buffers() {
+  items_left.clear();
+  int64_t floats = 0;
+  max_rows = max_heads = max_queries = 0;
+  for (Job& job : jobs) {
+    items_left.push_back(static_cast<uint32_t>(job.num_items));
+    max_rows = std::max(max_rows, (rows(job) + 3) / 4 * 4);
+    max_heads = std::max(max_heads, job.num_heads);
+    max_queries = std::max(max_queries, job.num_queries);
+    if (job.num_items == 1) continue;
+    job.partials = floats;
+    floats += int64_t{job.num_partitions} * rows(job) * state_stride();
+  }
+  partials.reserve(floats);
+  carve(nullptr, &scratch_floats);
+  scratch.reserve(scratch_floats * num_workers);
+}
+
+WorkerScratch AttentionPlan::Impl::carve(float* base, int64_t* used) const noexcept {
+  int64_t at = 0;
+  auto take = [&](int64_t count) {
+    float* const p = base ? base + at : nullptr;
+    at += (count + 15) / 16 * 16;
+    return p;
+  };
+  WorkerScratch s;
+  s.queries = take(int64_t{max_rows} * key_lanes);
+  s.scores = take(int64_t{max_rows} * kScoreStride);
+  s.partial = take(int64_t{max_rows} * state_stride());
+  s.total = take(int64_t{max_rows} * state_stride());
+  s.tile = take(int64_t{kTile} * std::max(key_lanes, value_lanes));
+  s.key_scales = take(int64_t{max_heads} * kScoreStride);
+  s.value_scales = take(int64_t{max_heads} * kScoreStride);
+  s.visible = reinterpret_cast<uint16_t*>(take(int64_t{max_queries} * kTilesPerPartition / 2));
+  if (used) *used = at;
+  return s;
+}
+
+WorkerScratch AttentionPlan::Impl::worker_scratch(int worker) const noexcept {
+  return carve(scratch.data() + worker * scratch_floats, nullptr);
+}
+
+}  // namespace pagedkv

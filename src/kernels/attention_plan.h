@@ -1,0 +1,116 @@
+// The work list that all fast kernel sets share: which rows, heads and tokens one item covers, where its partial results
+// go, and who merges them. How work is cut never changes a bit: partitions are fixed by the sequence, every partition's
+// result is kept apart, and merging goes left to right.
+//
+// A job is a set of query rows of one sequence and the kv heads they share. One item does a whole job, or several items
+// share its partitions; then each leaves the partial states in memory, counts the job down when it is done, and
+// the one that comes last merges and writes the rows. It also sets the count back, so the plan serves the next layer.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernels/arithmetic.h"
+#include "kernels/visibility.h"
+#include "pagedkv/kernels/attention.h"
+
+namespace pagedkv {
+
+// Grow-only floats at a cache line's start.
+class FloatBuffer {
+ public:
+  float* data() const noexcept { return data_.get(); }
+  void reserve(int64_t count) {
+    if (count <= capacity_) return;
+    data_.reset(new (std::align_val_t{64}) float[static_cast<size_t>(count)]);
+    capacity_ = count;
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<float[], Free> data_;
+  int64_t capacity_ = 0;
+};
+
+struct Job {
+  int32_t sequence;
+  int32_t first_query, num_queries;        // query rows, counted within the sequence
+  int32_t first_head, num_heads;           // kv heads; 1 unless direct
+  int32_t first_partition, num_partitions; // those with a token that some row may see (array mask aside)
+  bool direct;                             // one query row, read straight from the pages: see cpu/attention.cpp
+  int32_t num_items;
+  int64_t partials;                        // first float of its states, [num_partitions, rows, state_stride]; -1: one item
+};
+
+struct WorkItem {
+  int32_t job;
+  int32_t first_partition, num_partitions;
+  int64_t cost;
+};
+
+// Each row of a partial or total state is value_lanes floats of sum(p v), then the maximum and the sum of p. A sum of 0:
+// no token was seen. The stride is no power of two, so that rows do not meet in one cache set.
+constexpr int kStateTail = 16;
+// Rows of scores likewise.
+constexpr int kScoreStride = kPartition + 16;
+// More query heads a kv head than this are worth decoding a tile to floats first.
+constexpr int kMaxDirectQueries = 8;
+
+// One worker's memory, all 64-byte aligned. rows: (query row, query head) pairs of a job, padded to whole blocks of 4.
+struct WorkerScratch {
+  float* queries;       // [rows, key_lanes] scaled, in storage order
+  float* scores;        // [rows, kScoreStride]
+  float* partial;       // [rows, value_lanes + kStateTail]
+  float* total;         // [rows, value_lanes + kStateTail]
+  float* tile;          // [kTile, max(key_lanes, value_lanes)]
+  float* key_scales;    // [heads, kScoreStride]
+  float* value_scales;  // [heads, kScoreStride]
+  uint16_t* visible;    // [query rows, kTilesPerPartition]
+};
+
+struct AttentionPlan::Impl {
+  std::vector<Job> jobs;
+  std::vector<WorkItem> items;
+  std::vector<uint32_t> items_left;  // [jobs], counted down through atomic_ref
+  FloatBuffer partials;
+  FloatBuffer scratch;
+
+  int num_workers = 0;
+  int queries_per_kv = 0;
+  int key_lanes = 0, value_lanes = 0;  // of a row, padded
+  int max_rows = 0, max_heads = 0, max_queries = 0;
+  int64_t scratch_floats = 0;  // of one worker
+
+  int state_stride() const noexcept { return value_lanes + kStateTail; }
+  int rows(const Job& job) const noexcept { return job.num_queries * job.num_heads * queries_per_kv; }
+  float* partial_state(const Job& job, int partition) const noexcept {
+    return partials.data() + job.partials + int64_t{partition - job.first_partition} * rows(job) * state_stride();
+  }
+  WorkerScratch worker_scratch(int worker) const noexcept;
+
+  // Counts a job's item as done. True for the last of them, which then sees what the others wrote.
+  bool finish_item(int32_t job) noexcept {
+    const std::atomic_ref<uint32_t> left(items_left[job]);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+    left.store(static_cast<uint32_t>(jobs[job].num_items), std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  friend class AttentionPlan;
+  WorkerScratch carve(float* base, int64_t* used) const noexcept;
+  void add_jobs(const AttentionArgs& args);
+  void add_sequence(const AttentionArgs& args, int sequence, int queries_per_tile);
+  void add_items();
+  void split(int32_t job, int64_t target);
+  int64_t cost(const Job& job) const noexcept;
+  void add_item(int32_t job, int partition, int count);
+  void size_buffers();
+};
+
+}  // namespace pagedkv
