@@ -1,0 +1,101 @@
+#include "models/ggml/family.h"
+
+#include <algorithm>
+
+#include "models/model.h"
+
+namespace pagedkv {
+namespace {
+
+// What llama.cpp's llm_load_hparams and models/llama.cpp read, and what its converter writes beside it.
+// Not in the table because llama.cpp does not honour them for this family and a file that has them
+// means something else: attention.scale, logit_scale, embedding_scale, residual_scale, the soft caps,
+// attention.clamp_kqv, attention.temperature_*, longrope's factors, rope.dimension_sections.
+constexpr KeyRule kLlamaKeys[] = {
+    {"context_length", KeyUse::kRead},
+    {"embedding_length", KeyUse::kRead},
+    {"block_count", KeyUse::kRead},
+    {"feed_forward_length", KeyUse::kRead},
+    {"vocab_size", KeyUse::kHarmless},  // the embedding's rows decide
+    {"attention.head_count", KeyUse::kRead},
+    {"attention.head_count_kv", KeyUse::kRead},
+    {"attention.key_length", KeyUse::kRead},
+    {"attention.value_length", KeyUse::kRead},
+    {"attention.layer_norm_rms_epsilon", KeyUse::kRead},
+    {"attention.causal", KeyUse::kOnly, 1},
+    {"attention.sliding_window", KeyUse::kRead},  // llama.cpp ignores it for this family; see there
+    {"rope.dimension_count", KeyUse::kRead},
+    {"rope.freq_base", KeyUse::kRead},
+    {"rope.scale_linear", KeyUse::kRead},
+    {"rope.scaling.type", KeyUse::kRead},
+    {"rope.scaling.factor", KeyUse::kRead},
+    {"rope.scaling.original_context_length", KeyUse::kRead},
+    {"rope.scaling.attn_factor", KeyUse::kRead},
+    {"rope.scaling.finetuned", KeyUse::kHarmless},
+    {"rope.scaling.yarn_beta_fast", KeyUse::kRead},
+    {"rope.scaling.yarn_beta_slow", KeyUse::kRead},
+    {"rope.scaling.yarn_log_multiplier", KeyUse::kRead},
+    {"rope.scaling.yarn_ext_factor", KeyUse::kOnly, 1},
+    {"rope.scaling.yarn_attn_factor", KeyUse::kOnly, 1},
+    {"rope.scaling.alpha", KeyUse::kOnly, 0},
+    {"expert_count", KeyUse::kOnly, 0},
+    {"expert_used_count", KeyUse::kOnly, 0},
+    {"nextn_predict_layers", KeyUse::kOnly, 0},
+    {"pooling_type", KeyUse::kHarmless},        // of embeddings, which we do not make
+    {"tensor_data_layout", KeyUse::kHarmless},  // a remark
+};
+
+constexpr Family kFamilies[] = {
+    {"llama", "Llama 1 to 3, SmolLM, Mistral 7B and others of that shape", kLlamaKeys,
+     RopePairs::kNeighbours},
+};
+
+std::string supported() {
+  std::string out;
+  for (const Family& f : kFamilies) {
+    out += out.empty() ? "" : "; ";
+    out += std::string(f.name) + " (" + std::string(f.models) + ")";
+  }
+  return out;
+}
+
+void check_key(const GgufFile& file, const Family& family, const std::string& key) {
+  const std::string_view name = std::string_view(key).substr(family.name.size() + 1);
+  const auto rule = std::find_if(family.keys.begin(), family.keys.end(),
+                                 [&](const KeyRule& r) { return r.name == name; });
+  if (rule == family.keys.end()) {
+    file.fail(key +
+              " is not known for this family and may change its results, so the model is not run");
+  }
+  if (rule->use != KeyUse::kOnly) return;
+  const double value = *file.number(key);
+  if (value == rule->only) return;
+  if (name == "expert_count") {
+    file.fail(key + " is " + std::to_string(static_cast<int64_t>(value)) +
+              ": mixtures of experts are not supported; try a dense model of the same family");
+  }
+  file.fail(key + " is " + std::to_string(value) + "; only " + std::to_string(rule->only) +
+            " is supported");
+}
+
+}  // namespace
+
+std::span<const Family> families() noexcept { return kFamilies; }
+
+const Family& find_family(const GgufFile& file) {
+  const auto type = file.text("general.type");
+  if (type && *type != "model") file.fail("general.type is " + *type + "; only a model can be run");
+  const auto name = file.text("general.architecture");
+  if (!name) file.fail("general.architecture is missing; supported: " + supported());
+  for (const Family& family : kFamilies) {
+    if (family.name != *name) continue;
+    for (const std::string& key : file.keys()) {
+      if (key.starts_with(*name + ".")) check_key(file, family, key);
+    }
+    return family;
+  }
+  file.fail("architecture " + *name + " is not supported; supported: " + supported() +
+            ". Try a GGUF file of one of these, such as SmolLM2-135M-Instruct");
+}
+
+}  // namespace pagedkv

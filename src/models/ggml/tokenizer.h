@@ -1,0 +1,23 @@
+// Tokenizer over libllama's vocabulary. Thread-safe: libllama only reads.
+#pragma once
+
+#include "models/ggml/llama_vocab_model.h"
+#include "models/text.h"
+
+namespace pagedkv {
+
+class LlamaTokenizer final : public Tokenizer {
+ public:
+  explicit LlamaTokenizer(LlamaVocabModel model);
+  int32_t vocab_size() const noexcept override;
+  std::vector<int32_t> tokenize(std::string_view text, bool add_special,
+                                bool parse_special) const override;
+  std::string piece(int32_t token, bool special) const override;
+  bool is_end_of_generation(int32_t token) const noexcept override;
+
+ private:
+  LlamaVocabModel model_;
+  const llama_vocab* vocab_;
+};
+
+}  // namespace pagedkv
