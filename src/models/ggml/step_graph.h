@@ -1,0 +1,75 @@
+// ggml's graph of one step, for a number of token rows and output rows.
+//
+// Positions, pages and lengths are inputs, so a graph serves every step of its size; building one costs some
+// hundred microseconds and a compute buffer, so the last few are kept.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "ggml-alloc.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+#include "models/ggml/hyperparameters.h"
+#include "models/ggml/paged_attention.h"
+#include "models/ggml/weights.h"
+
+namespace pagedkv {
+
+struct FreeGgmlContext {
+  void operator()(ggml_context* context) const noexcept { ggml_free(context); }
+};
+struct FreeGraphAllocator {
+  void operator()(ggml_gallocr* allocator) const noexcept { ggml_gallocr_free(allocator); }
+};
+struct FreeThreadPool {
+  void operator()(ggml_threadpool* pool) const noexcept { ggml_threadpool_free(pool); }
+};
+
+// Data of the tensors is valid until the next run. No output rows: the graph ends when the last layer's keys and
+// values are stored, `out_rows` and `logits` are null.
+struct StepGraph {
+  int num_rows, num_outputs;
+  std::vector<std::byte> memory;  // of `context`
+  std::unique_ptr<ggml_context, FreeGgmlContext> context;
+  std::unique_ptr<ggml_gallocr, FreeGraphAllocator> allocator;  // owns the compute buffer
+  ggml_cgraph* graph;
+  ggml_cplan plan;
+  ggml_tensor* tokens;     // int32 [num_rows]
+  ggml_tensor* positions;  // int32 [num_rows]
+  ggml_tensor* out_rows;   // int32 [num_outputs]: rows whose logits are wanted
+  ggml_tensor* logits;     // float32 [vocab, num_outputs]
+};
+
+class StepGraphs {
+ public:
+  // The references must outlive it. use_reference: ggml's row-by-row products only.
+  StepGraphs(const Hyperparameters& hp, const Weights& weights, PagedAttention& attention,
+             int num_threads, bool use_reference);
+
+  // The graph of this size, built if it is not one of the last kMostGraphs. Valid until the next call.
+  // Throws std::runtime_error when its compute buffer cannot be had.
+  StepGraph& get(int num_rows, int num_outputs);
+
+  // Runs it. Throws std::runtime_error when ggml fails.
+  void run(StepGraph& graph);
+
+  static constexpr size_t kMostGraphs = 16;
+
+ private:
+  std::unique_ptr<StepGraph> build(int num_rows, int num_outputs);
+
+  const Hyperparameters& hp_;
+  const Weights& weights_;
+  PagedAttention& attention_;
+  const int num_threads_;
+  const bool use_reference_;
+  std::unique_ptr<ggml_threadpool, FreeThreadPool> threads_;
+  std::vector<uint8_t> work_;  // of the largest plan; shared, since one graph runs at a time
+  std::list<std::unique_ptr<StepGraph>> graphs_;  // the last used first
+};
+
+}  // namespace pagedkv

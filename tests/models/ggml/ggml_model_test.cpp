@@ -1,0 +1,105 @@
+// What a model says of itself and refuses in a step.
+#include "models/ggml/ggml_model.h"
+
+#include <gtest/gtest.h>
+
+#include "models/ggml/test_models.h"
+
+namespace pagedkv::test {
+namespace {
+
+TEST(GgmlModel, DescribesItself) {
+  const auto model = load(model_path("llama-variants/gqa3_dim64.gguf"));
+  const ModelInfo& info = model->info();
+  EXPECT_EQ(info.family, "llama");
+  EXPECT_EQ(info.name, "gqa3_dim64");
+  EXPECT_EQ(info.vocab_size, 288);
+  EXPECT_EQ(info.context_length, 512);
+  EXPECT_EQ(info.num_layers, 2);
+  EXPECT_EQ(info.num_q_heads, 9);
+  EXPECT_EQ(info.weight_bytes, 4 * info.num_params);
+  EXPECT_NE(info.description.find("f32"), std::string::npos) << info.description;
+  ASSERT_EQ(info.groups.size(), 1u);
+  ASSERT_EQ(info.groups[0].layers.size(), 2u);
+  EXPECT_EQ(info.groups[0].layers[1].num_kv_heads, 3);
+  EXPECT_EQ(info.groups[0].layers[1].key_head_dim, 64);
+  EXPECT_NE(info.arithmetic_id.find("ggml"), std::string::npos);
+}
+
+TEST(GgmlModel, KeepsKeyAndValueHeadsApart) {
+  const auto model = load(model_path("llama-variants/short_values.gguf"));
+  EXPECT_EQ(model->info().groups[0].layers[0].key_head_dim, 32);
+  EXPECT_EQ(model->info().groups[0].layers[0].value_head_dim, 16);
+}
+
+TEST(GgmlModel, TellsProgressUpToTheEnd) {
+  GgmlModelOptions options;
+  float last = 0;
+  options.progress = [&](float done) {
+    EXPECT_GT(done, last);
+    last = done;
+  };
+  load_ggml_model(model_path("llama-variants/gqa3_dim64.gguf"), options);
+  EXPECT_EQ(last, 1.0f);
+}
+
+TEST(GgmlModel, RefusesOptionsOutsideTheirLimits) {
+  const std::string path = model_path("llama-variants/untied.gguf");
+  EXPECT_THROW(load_ggml_model(path, {.num_threads = 0}), std::invalid_argument);
+  EXPECT_THROW(load_ggml_model(path, {.num_threads = 513}), std::invalid_argument);
+  EXPECT_THROW(load_ggml_model(path, {.max_step_tokens = 0}), std::invalid_argument);
+}
+
+class GgmlModelStep : public testing::Test {
+ protected:
+  void expect_refused(std::span<const int32_t> tokens, int32_t num_outputs, const char* text) {
+    StepBatch batch;
+    batch.sequences.push_back({&table, tokens, num_outputs});
+    try {
+      model->step(batch, pool);
+      ADD_FAILURE() << "not refused: " << text;
+    } catch (const std::invalid_argument& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  }
+
+  std::unique_ptr<Model> model = load(model_path("llama-variants/untied.gguf"));
+  PagePool pool{pool_options(model->info(), {})};
+  BlockTable table{pool};
+};
+
+TEST_F(GgmlModelStep, RefusesWhatTheBatchCannotMean) {
+  table.append(2);
+  expect_refused(std::vector<int32_t>{1, 288}, 1, "288");
+  expect_refused(std::vector<int32_t>{1, -1}, 1, "-1");
+  expect_refused(std::vector<int32_t>{1, 2, 3}, 1, "3 new tokens in a sequence of 2");
+  expect_refused(std::vector<int32_t>{}, 0, "0 new tokens");
+  expect_refused(std::vector<int32_t>{1, 2}, 3, "3 outputs of 2");
+  expect_refused(std::vector<int32_t>{1, 2}, -1, "-1 outputs");
+  table.append(600);
+  expect_refused(std::vector<int32_t>(513, 1), 1, "512");
+}
+
+TEST_F(GgmlModelStep, RefusesAPoolOfAnotherModel) {
+  const auto other = load(model_path("llama-variants/gqa3_dim64.gguf"));
+  PagePool wrong(pool_options(other->info(), {}));
+  BlockTable wrong_table(wrong);
+  wrong_table.append(1);
+  const std::vector<int32_t> tokens = {1};
+  StepBatch batch;
+  batch.sequences.push_back({&wrong_table, tokens, 1});
+  EXPECT_THROW(model->step(batch, wrong), std::invalid_argument);
+}
+
+TEST_F(GgmlModelStep, GivesNothingForAnEmptyBatch) { EXPECT_TRUE(model->step({}, pool).empty()); }
+
+// Hundreds of sizes: graphs are dropped and built again.
+TEST_F(GgmlModelStep, KeepsItsResultsWhenGraphsAreDropped) {
+  const auto tokens = random_tokens(40, 3);
+  const auto expected = all_logits(*model, tokens);
+  for (int chunk = 1; chunk <= 40; ++chunk)
+    EXPECT_TRUE(all_logits(*model, tokens, {.chunk = chunk}) == expected) << chunk;
+}
+
+}  // namespace
+}  // namespace pagedkv::test

@@ -1,0 +1,164 @@
+#include "models/ggml/ggml_text.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "models/ggml/test_models.h"
+#include "models/model.h"
+
+namespace pagedkv::test {
+namespace {
+
+TEST(GgmlText, TurnsBytesIntoTokensAndBack) {
+  const auto text = load_ggml_text(model_path("chain.gguf"));
+  const auto tokens = text.tokenizer->tokenize("ABC \xF0\x9F\xA6\x99", true, false);
+  EXPECT_EQ(tokens, (std::vector<int32_t>{'A', 'B', 'C', ' ', 0xF0, 0x9F, 0xA6, 0x99}));
+  std::string back;
+  for (const int32_t token : tokens) back += text.tokenizer->piece(token, false);
+  EXPECT_EQ(back, "ABC \xF0\x9F\xA6\x99");
+  EXPECT_EQ(text.tokenizer->vocab_size(), 288);
+  EXPECT_TRUE(text.tokenizer->tokenize("", true, true).empty());
+}
+
+TEST(GgmlText, ReadsControlTokensWhenAskedTo) {
+  const auto text = load_ggml_text(model_path("chain.gguf"));
+  EXPECT_EQ(text.tokenizer->tokenize("A<|end|>", true, true), (std::vector<int32_t>{'A', 256}));
+  EXPECT_EQ(text.tokenizer->tokenize("A<|end|>", true, false).size(), 8u);
+  EXPECT_EQ(text.tokenizer->piece(256, false), "");
+  EXPECT_EQ(text.tokenizer->piece(256, true), "<|end|>");
+  EXPECT_TRUE(text.tokenizer->is_end_of_generation(256));
+  EXPECT_FALSE(text.tokenizer->is_end_of_generation('A'));
+  EXPECT_FALSE(text.tokenizer->is_end_of_generation(-1));
+  EXPECT_THROW(text.tokenizer->piece(288, false), std::invalid_argument);
+}
+
+TEST(GgmlText, RendersTheFilesTemplate) {
+  const auto text = load_ggml_text(model_path("llama-variants/untied.gguf"));
+  const ChatMessage messages[] = {{"system", "Be brief."}, {"user", "Hi"}};
+  EXPECT_EQ(text.chat_template->render(messages), "system: Be brief.\nuser: Hi\nassistant:");
+  EXPECT_THROW(text.chat_template->render({}), std::invalid_argument);
+}
+
+TEST(GgmlText, WritesTheChainsText) {
+  const auto model = load(model_path("chain.gguf"));
+  const auto text = load_ggml_text(model_path("chain.gguf"));
+  const auto sampler = make_ggml_sampler({}, model->info().vocab_size);
+  const auto write = [&](const char* prompt, int most) {
+    PagePool pool(pool_options(model->info(), {}));
+    BlockTable table(pool);
+    std::vector<int32_t> next = text.tokenizer->tokenize(prompt, true, true);
+    std::string out;
+    for (int i = 0; i < most; ++i) {
+      table.append(static_cast<int64_t>(next.size()));
+      StepBatch batch;
+      batch.sequences.push_back({&table, next, 1});
+      const int32_t token = sampler->sample(model->step(batch, pool));
+      if (text.tokenizer->is_end_of_generation(token)) return out + "$";
+      out += text.tokenizer->piece(token, false);
+      next = {token};
+    }
+    return out;
+  };
+  EXPECT_EQ(write("ABC", 26), "DEFGHIJKLMNOPQRSTUVWXYZABC");
+  EXPECT_EQ(write("x", 9), "yz.$");
+  EXPECT_EQ(write("\xF0\x9F\xA6\x99", 8), "\xF0\x9F\xA6\x99\xF0\x9F\xA6\x99");
+}
+
+std::string refusal(const SamplerOptions& options) {
+  try {
+    make_ggml_sampler(options, 8);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(GgmlSampler, NamesTheOptionOutsideItsLimits) {
+  EXPECT_NE(refusal({.temperature = -1}).find("temperature"), std::string::npos);
+  EXPECT_NE(refusal({.temperature = NAN}).find("temperature"), std::string::npos);
+  EXPECT_NE(refusal({.top_k = -1}).find("top_k"), std::string::npos);
+  EXPECT_NE(refusal({.top_p = 0}).find("top_p"), std::string::npos);
+  EXPECT_NE(refusal({.min_p = 1.5f}).find("min_p"), std::string::npos);
+  EXPECT_NE(refusal({.repetition_penalty = 0}).find("repetition_penalty"), std::string::npos);
+  EXPECT_NE(refusal({.penalty_last_n = -1}).find("penalty_last_n"), std::string::npos);
+  EXPECT_EQ(refusal({}), "");
+}
+
+TEST(GgmlSampler, TakesTheLowestOfEqualLogitsWhenGreedy) {
+  const std::vector<float> logits = {0, 2, 1, 2, -5, 2, 0, 0};
+  EXPECT_EQ(make_ggml_sampler({}, 8)->sample(logits), 1);
+}
+
+TEST(GgmlSampler, NamesTheLogitThatIsNotFinite) {
+  for (const float bad :
+       {NAN, std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
+    std::vector<float> logits(8, 1.0f);
+    logits[5] = bad;
+    for (const float temperature : {0.0f, 0.8f}) {
+      const auto sampler = make_ggml_sampler({.temperature = temperature}, 8);
+      try {
+        sampler->sample(logits);
+        ADD_FAILURE() << "not refused";
+      } catch (const std::runtime_error& error) {
+        EXPECT_NE(std::string(error.what()).find("logit 5 of 8"), std::string::npos)
+            << error.what();
+      }
+    }
+  }
+  EXPECT_THROW(make_ggml_sampler({}, 8)->sample(std::vector<float>(7)), std::invalid_argument);
+}
+
+TEST(GgmlSampler, RepeatsItsDrawsForASeed) {
+  const std::vector<float> logits = {1, 2, 3, 2, 1, 0, 2, 3};
+  const auto draw = [&](uint64_t seed) {
+    const auto sampler = make_ggml_sampler({.temperature = 1.0f, .seed = seed}, 8);
+    std::vector<int32_t> out;
+    for (int i = 0; i < 50; ++i) out.push_back(sampler->sample(logits));
+    return out;
+  };
+  EXPECT_EQ(draw(7), draw(7));
+  EXPECT_NE(draw(7), draw(8));
+  EXPECT_EQ(draw(0xFFFFFFFFu), draw(0xFFFFFFFFu));  // libllama's word for "any seed"
+}
+
+std::map<int32_t, int> histogram(const SamplerOptions& options, const std::vector<float>& logits,
+                                 int draws) {
+  const auto sampler = make_ggml_sampler(options, static_cast<int32_t>(logits.size()));
+  std::map<int32_t, int> out;
+  for (int i = 0; i < draws; ++i) ++out[sampler->sample(logits)];
+  return out;
+}
+
+TEST(GgmlSampler, DrawsByProbability) {
+  const std::vector<float> logits = {0, std::log(2.0f), std::log(5.0f)};  // 1/8, 2/8, 5/8
+  auto counts = histogram({.temperature = 1.0f, .seed = 1}, logits, 8000);
+  EXPECT_NEAR(counts[0], 1000, 150);
+  EXPECT_NEAR(counts[1], 2000, 200);
+  EXPECT_NEAR(counts[2], 5000, 250);
+}
+
+TEST(GgmlSampler, CutsByTopKTopPAndMinP) {
+  const std::vector<float> logits = {0, std::log(2.0f), std::log(5.0f), -3};
+  EXPECT_EQ(histogram({.temperature = 1.0f, .top_k = 1}, logits, 200).size(), 1u);
+  EXPECT_EQ(histogram({.temperature = 1.0f, .top_k = 2}, logits, 400).size(), 2u);
+  EXPECT_EQ(histogram({.temperature = 1.0f, .top_p = 0.5f}, logits, 200).size(), 1u);
+  EXPECT_EQ(histogram({.temperature = 1.0f, .min_p = 0.3f}, logits, 400).size(), 2u);
+}
+
+TEST(GgmlSampler, PenalisesWhatItWasTold) {
+  const std::vector<float> logits = {1.0f, 1.2f, 0.5f};
+  const auto sampler = make_ggml_sampler({.repetition_penalty = 1.5f, .penalty_last_n = 2}, 3);
+  EXPECT_EQ(sampler->sample(logits), 1);
+  sampler->accept(1);
+  EXPECT_EQ(sampler->sample(logits), 0);
+  sampler->accept(0);
+  sampler->accept(2);  // token 1 falls out of the last two
+  EXPECT_EQ(sampler->sample(logits), 1);
+  EXPECT_THROW(sampler->accept(3), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace pagedkv::test
