@@ -14,7 +14,8 @@ int main() {
   gguf_context* file = gguf_init_empty();
   const bool template_parses = common_chat_verify_template("{{ messages[-1].content }}", true);
   const bool broken_template_parses = common_chat_verify_template("{{ messages[", true);
-  std::printf("ggml %s, build %s\n%s\n", ggml_version(), PAGEDKV_LLAMA_BUILD_ID, llama_print_system_info());
+  std::printf("ggml %s, build %s\n%s\n", ggml_version(), PAGEDKV_LLAMA_BUILD_ID,
+              llama_print_system_info());
   const bool ok = cpu != nullptr && file != nullptr && template_parses && !broken_template_parses;
   gguf_free(file);
   ggml_backend_free(cpu);
