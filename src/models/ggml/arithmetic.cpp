@@ -45,7 +45,7 @@ class Product {
   // Of a large weight the first rows, as many more as leave its row count's remainder, so that a kernel's tail
   // is met too; the whole test of a file stays below 0.3 s.
   explicit Product(const ggml_tensor* weight) : weight_(weight), in_(weight->ne[0]) {
-    const int64_t most = std::clamp<int64_t>((int64_t{1} << 20) / in_, 64, 1024) / 64 * 64;
+    const int64_t most = std::clamp<int64_t>((int64_t{1} << 20) / in_, 64, 256) / 64 * 64;
     out_ = weight->ne[1] <= most ? weight->ne[1] : most + weight->ne[1] % 64;
     uint64_t state = static_cast<uint64_t>(in_);
     activations_.resize(static_cast<size_t>(in_ * (2 * kMostRows)));

@@ -23,6 +23,10 @@ namespace {
 // ggml places tensors at multiples of this and aborts on anything else (ggml-impl.h).
 constexpr size_t kTensorAlignment = 32;
 
+// Each takes some tens of bytes in the file and a thousand in memory; no model has a hundredth of these.
+constexpr uint64_t kMostTensors = uint64_t{1} << 17;
+constexpr uint64_t kMostKeys = uint64_t{1} << 16;
+
 std::string show(double value) {
   char text[40];
   std::snprintf(text, sizeof text, "%.9g", value);
@@ -108,12 +112,29 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
   if (fstat(file.fd, &status) != 0) fail(std::string("cannot be read: ") + std::strerror(errno));
   if (!S_ISREG(status.st_mode)) fail("is not a regular file");
   file_bytes_ = status.st_size;
+  check_counts(file.fd);
   read_header(file.fd);
   check_ranges();
   map(file.fd);
 }
 
 GgufFile::~GgufFile() = default;
+
+// gguf would believe the counts and take memory for them.
+void GgufFile::check_counts(int fd) const {
+  struct {
+    char magic[4];
+    uint32_t version;
+    uint64_t tensors, keys;
+  } header;
+  if (pread(fd, &header, sizeof header, 0) != static_cast<ssize_t>(sizeof header)) return;
+  if (std::memcmp(header.magic, "GGUF", 4) != 0) return;  // what is wrong, gguf says
+  if (header.tensors > kMostTensors || header.keys > kMostKeys) {
+    fail("claims " + std::to_string(header.tensors) + " tensors and " +
+         std::to_string(header.keys) + " keys; at most " + std::to_string(kMostTensors) + " and " +
+         std::to_string(kMostKeys) + " are read");
+  }
+}
 
 void GgufFile::read_header(int fd) {
   const int copy = dup(fd);
@@ -167,11 +188,12 @@ void GgufFile::map(int fd) {
   const size_t start = gguf_get_data_offset(meta_.get());
   buffer_.reset(ggml_backend_cpu_buffer_from_ptr(mapping_.data + start, mapping_.size - start));
   if (!buffer_) fail("cannot be given to ggml");
+  int64_t i = 0;  // gguf makes the tensors in the order of the file
   for (ggml_tensor* t : tensors()) {
-    const int64_t i = gguf_find_tensor(meta_.get(), t->name);
-    ggml_backend_tensor_alloc(buffer_.get(), t,
-                              mapping_.data + start + gguf_get_tensor_offset(meta_.get(), i));
+    std::byte* data = mapping_.data + start + gguf_get_tensor_offset(meta_.get(), i++);
+    ggml_backend_tensor_alloc(buffer_.get(), t, data);
     tensor_bytes_ += static_cast<int64_t>(ggml_nbytes(t));
+    by_name_.emplace(t->name, t);
   }
 }
 
@@ -294,7 +316,8 @@ std::vector<ggml_tensor*> GgufFile::tensors() const {
 }
 
 ggml_tensor* GgufFile::tensor(const std::string& name) const {
-  return ggml_get_tensor(context_.get(), name.c_str());
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? nullptr : found->second;
 }
 
 void GgufFile::fail(const std::string& what) const { throw ModelError(path_ + ": " + what); }

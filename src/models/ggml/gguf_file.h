@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 struct ggml_backend_buffer;
@@ -76,6 +77,7 @@ class GgufFile {
     ~Mapping();
   };
 
+  void check_counts(int fd) const;
   void read_header(int fd);
   void check_ranges() const;
   void map(int fd);
@@ -89,6 +91,7 @@ class GgufFile {
   std::unique_ptr<gguf_context, FreeMeta> meta_;
   std::unique_ptr<ggml_context, FreeTensors> context_;
   std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
+  std::unordered_map<std::string_view, ggml_tensor*> by_name_;  // names live in the tensors
 };
 
 }  // namespace pagedkv

@@ -82,6 +82,7 @@ void PagedAttention::prepare(const StepBatch& batch, const PagePool& pool) {
   next_store_.store(0, std::memory_order_relaxed);
   next_attend_.store(0, std::memory_order_relaxed);
   failed_layer_.store(-1, std::memory_order_relaxed);
+  finished_.fetch_add(1, std::memory_order_release);
 }
 
 void PagedAttention::prepare_group(int group, const StepBatch& batch) {
@@ -132,6 +133,7 @@ ggml_tensor* PagedAttention::attend_node(ggml_context* context, int layer, ggml_
 void PagedAttention::run_store(ggml_tensor* out, int worker, int num_workers, void* node) {
   const Node& n = *static_cast<Node*>(node);
   PagedAttention& self = *n.owner;
+  self.finished_.load(std::memory_order_acquire);
   const Group& group = self.groups_[self.group_of_layer_[n.layer]];
   StoreArgs args;
   args.keys = static_cast<const float*>(out->src[0]->data);
@@ -141,14 +143,17 @@ void PagedAttention::run_store(ggml_tensor* out, int worker, int num_workers, vo
   args.num_tokens = static_cast<int>(group.slots.size());
   NodeExecutor executor(self.next_store_, worker, num_workers);
   if (!store(args, executor)) self.failed_layer_.store(n.layer, std::memory_order_relaxed);
-  if (worker != 0) return;
-  *static_cast<float*>(out->data) = 0.0f;
-  self.next_attend_.store(0, std::memory_order_relaxed);
+  if (worker == 0) {
+    *static_cast<float*>(out->data) = 0.0f;
+    self.next_attend_.store(0, std::memory_order_relaxed);
+  }
+  self.finished_.fetch_add(1, std::memory_order_release);
 }
 
 void PagedAttention::run_attend(ggml_tensor* out, int worker, int num_workers, void* node) {
   const Node& n = *static_cast<Node*>(node);
   PagedAttention& self = *n.owner;
+  self.finished_.load(std::memory_order_acquire);
   Group& group = self.groups_[self.group_of_layer_[n.layer]];
   AttentionArgs args = group.args;
   args.queries = static_cast<const float*>(out->src[0]->data);
@@ -156,14 +161,17 @@ void PagedAttention::run_attend(ggml_tensor* out, int worker, int num_workers, v
   args.pages = self.pages_[n.layer];
   NodeExecutor executor(self.next_attend_, worker, num_workers);
   attend(args, group.plan, executor);
-  if (worker != 0) return;
-  const int64_t row = out->ne[0], used = self.query_start_.back();
-  std::memset(args.out + used * row, 0,
-              sizeof(float) * static_cast<size_t>((out->ne[1] - used) * row));
-  self.next_store_.store(0, std::memory_order_relaxed);
+  if (worker == 0) {
+    const int64_t row = out->ne[0], used = self.query_start_.back();
+    std::memset(args.out + used * row, 0,
+                sizeof(float) * static_cast<size_t>((out->ne[1] - used) * row));
+    self.next_store_.store(0, std::memory_order_relaxed);
+  }
+  self.finished_.fetch_add(1, std::memory_order_release);
 }
 
 void PagedAttention::check() const {
+  finished_.load(std::memory_order_acquire);
   const int layer = failed_layer_.load(std::memory_order_relaxed);
   if (layer < 0) return;
   throw std::runtime_error("layer " + std::to_string(layer) +

@@ -67,6 +67,7 @@ class PagedAttention {
   alignas(64) std::atomic<int64_t> next_store_{0};
   alignas(64) std::atomic<int64_t> next_attend_{0};
   alignas(64) std::atomic<int> failed_layer_{-1};
+  std::atomic<uint32_t> finished_{0};  // calls of nodes, and of prepare()
 };
 
 }  // namespace pagedkv
