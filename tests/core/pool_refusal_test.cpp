@@ -190,6 +190,13 @@ int64_t status_kib(const char* key) {
   return value;
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+constexpr const char* kNeedsMemory =
+    "a sanitizer maps memory of its own, which the limit would refuse";
 constexpr const char* kDoesNotCount = "this kernel does not count RLIMIT_DATA";
 
 // Runs `body` in a child of its own, since it takes the process's limits away; it returns what is
@@ -256,6 +263,7 @@ std::string grow_into_data_limit(int64_t spare) {
 }
 
 TEST(Refusal, ByTheKernelInTheMiddleOfACommitIsUndone) {
+  if (kSanitized) GTEST_SKIP() << kNeedsMemory;
   for (int64_t boundaries = 1; boundaries <= 24; ++boundaries) {
     const int64_t spare = (int64_t{4} << 20) + (boundaries << 18);
     expect_in_child([&] { return grow_into_data_limit(spare); });
@@ -285,9 +293,7 @@ std::string start_under_address_limit() {
 }
 
 TEST(Refusal, OfAddressSpaceMakesOurOwnGuessSmaller) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "sanitizers need address space of their own";
-#endif
+  if (kSanitized) GTEST_SKIP() << kNeedsMemory;
   expect_in_child(start_under_address_limit);
 }
 
