@@ -11,20 +11,19 @@
 
 namespace pagedkv {
 
-struct GgmlText {
-  std::unique_ptr<Tokenizer> tokenizer;
-  // Of the file; ChatML where it has none. What it renders is to be tokenized with add_special and
-  // parse_special. A template that cannot be understood is a ModelError at the first render.
-  std::unique_ptr<ChatTemplate> chat_template;
-};
+// The vocabulary of a GGUF file, whose weights are not read. Throws ModelError when the file cannot be read or its
+// vocabulary is damaged or of a kind that is not supported.
+std::unique_ptr<Tokenizer> load_tokenizer(const std::string& path);
 
-// Reads vocabulary and template of a GGUF file, not its weights. Throws ModelError when the file cannot be
-// read or its vocabulary is damaged or of a kind that is not supported.
-GgmlText load_ggml_text(const std::string& path);
+// The chat template of the file that `tokenizer` was loaded from; ChatML where the file has none. What it renders is
+// to be tokenized with add_special and parse_special. A template that cannot be understood is a ModelError at the
+// first render, so that the file can still be used without one. Throws std::invalid_argument when `tokenizer` is
+// not one of load_tokenizer's, which need not outlive the template.
+std::unique_ptr<ChatTemplate> make_chat_template(const Tokenizer& tokenizer);
 
 // Applies repetition penalty, top-k, top-p, min-p and temperature in this order, then draws by `seed`. With
 // temperature 0 it takes the largest logit after the penalty, on a tie the lowest token. Throws
 // std::invalid_argument naming the option that is outside its limits.
-std::unique_ptr<Sampler> make_ggml_sampler(const SamplerOptions& options, int32_t vocab_size);
+std::unique_ptr<Sampler> make_sampler(const SamplerOptions& options, int32_t vocab_size);
 
 }  // namespace pagedkv

@@ -112,7 +112,7 @@ class ChainSampler final : public Sampler {
 
 }  // namespace
 
-std::unique_ptr<Sampler> make_ggml_sampler(const SamplerOptions& options, int32_t vocab_size) {
+std::unique_ptr<Sampler> make_sampler(const SamplerOptions& options, int32_t vocab_size) {
   return std::make_unique<ChainSampler>(options, vocab_size);
 }
 

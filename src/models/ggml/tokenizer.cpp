@@ -7,8 +7,10 @@
 
 namespace pagedkv {
 
-LlamaTokenizer::LlamaTokenizer(LlamaVocabModel model)
-    : model_(std::move(model)), vocab_(llama_model_get_vocab(model_.get())) {}
+LlamaTokenizer::LlamaTokenizer(LlamaVocabModel model, std::string path)
+    : model_(std::move(model)),
+      vocab_(llama_model_get_vocab(model_.get())),
+      path_(std::move(path)) {}
 
 int32_t LlamaTokenizer::vocab_size() const noexcept { return llama_vocab_n_tokens(vocab_); }
 

@@ -13,51 +13,52 @@ namespace pagedkv::test {
 namespace {
 
 TEST(GgmlText, TurnsBytesIntoTokensAndBack) {
-  const auto text = load_ggml_text(model_path("chain.gguf"));
-  const auto tokens = text.tokenizer->tokenize("ABC \xF0\x9F\xA6\x99", true, false);
+  const auto tokenizer = load_tokenizer(model_path("chain.gguf"));
+  const auto tokens = tokenizer->tokenize("ABC \xF0\x9F\xA6\x99", true, false);
   EXPECT_EQ(tokens, (std::vector<int32_t>{'A', 'B', 'C', ' ', 0xF0, 0x9F, 0xA6, 0x99}));
   std::string back;
-  for (const int32_t token : tokens) back += text.tokenizer->piece(token, false);
+  for (const int32_t token : tokens) back += tokenizer->piece(token, false);
   EXPECT_EQ(back, "ABC \xF0\x9F\xA6\x99");
-  EXPECT_EQ(text.tokenizer->vocab_size(), 288);
-  EXPECT_TRUE(text.tokenizer->tokenize("", true, true).empty());
+  EXPECT_EQ(tokenizer->vocab_size(), 288);
+  EXPECT_TRUE(tokenizer->tokenize("", true, true).empty());
 }
 
 TEST(GgmlText, ReadsControlTokensWhenAskedTo) {
-  const auto text = load_ggml_text(model_path("chain.gguf"));
-  EXPECT_EQ(text.tokenizer->tokenize("A<|end|>", true, true), (std::vector<int32_t>{'A', 256}));
-  EXPECT_EQ(text.tokenizer->tokenize("A<|end|>", true, false).size(), 8u);
-  EXPECT_EQ(text.tokenizer->piece(256, false), "");
-  EXPECT_EQ(text.tokenizer->piece(256, true), "<|end|>");
-  EXPECT_TRUE(text.tokenizer->is_end_of_generation(256));
-  EXPECT_FALSE(text.tokenizer->is_end_of_generation('A'));
-  EXPECT_FALSE(text.tokenizer->is_end_of_generation(-1));
-  EXPECT_THROW(text.tokenizer->piece(288, false), std::invalid_argument);
+  const auto tokenizer = load_tokenizer(model_path("chain.gguf"));
+  EXPECT_EQ(tokenizer->tokenize("A<|end|>", true, true), (std::vector<int32_t>{'A', 256}));
+  EXPECT_EQ(tokenizer->tokenize("A<|end|>", true, false).size(), 8u);
+  EXPECT_EQ(tokenizer->piece(256, false), "");
+  EXPECT_EQ(tokenizer->piece(256, true), "<|end|>");
+  EXPECT_TRUE(tokenizer->is_end_of_generation(256));
+  EXPECT_FALSE(tokenizer->is_end_of_generation('A'));
+  EXPECT_FALSE(tokenizer->is_end_of_generation(-1));
+  EXPECT_THROW(tokenizer->piece(288, false), std::invalid_argument);
 }
 
 TEST(GgmlText, RendersTheFilesTemplate) {
-  const auto text = load_ggml_text(model_path("llama-variants/untied.gguf"));
+  const auto tokenizer = load_tokenizer(model_path("llama-variants/untied.gguf"));
   const ChatMessage messages[] = {{"system", "Be brief."}, {"user", "Hi"}};
-  EXPECT_EQ(text.chat_template->render(messages), "system: Be brief.\nuser: Hi\nassistant:");
-  EXPECT_THROW(text.chat_template->render({}), std::invalid_argument);
+  EXPECT_EQ(make_chat_template(*tokenizer)->render(messages),
+            "system: Be brief.\nuser: Hi\nassistant:");
+  EXPECT_THROW(make_chat_template(*tokenizer)->render({}), std::invalid_argument);
 }
 
 TEST(GgmlText, WritesTheChainsText) {
   const auto model = load(model_path("chain.gguf"));
-  const auto text = load_ggml_text(model_path("chain.gguf"));
-  const auto sampler = make_ggml_sampler({}, model->info().vocab_size);
+  const auto tokenizer = load_tokenizer(model_path("chain.gguf"));
+  const auto sampler = make_sampler({}, model->info().vocab_size);
   const auto write = [&](const char* prompt, int most) {
     PagePool pool(pool_options(model->info(), {}));
     BlockTable table(pool);
-    std::vector<int32_t> next = text.tokenizer->tokenize(prompt, true, true);
+    std::vector<int32_t> next = tokenizer->tokenize(prompt, true, true);
     std::string out;
     for (int i = 0; i < most; ++i) {
       table.append(static_cast<int64_t>(next.size()));
       StepBatch batch;
       batch.sequences.push_back({&table, next, 1});
       const int32_t token = sampler->sample(model->step(batch, pool));
-      if (text.tokenizer->is_end_of_generation(token)) return out + "$";
-      out += text.tokenizer->piece(token, false);
+      if (tokenizer->is_end_of_generation(token)) return out + "$";
+      out += tokenizer->piece(token, false);
       next = {token};
     }
     return out;
@@ -69,7 +70,7 @@ TEST(GgmlText, WritesTheChainsText) {
 
 std::string refusal(const SamplerOptions& options) {
   try {
-    make_ggml_sampler(options, 8);
+    make_sampler(options, 8);
   } catch (const std::invalid_argument& error) {
     return error.what();
   }
@@ -89,7 +90,7 @@ TEST(GgmlSampler, NamesTheOptionOutsideItsLimits) {
 
 TEST(GgmlSampler, TakesTheLowestOfEqualLogitsWhenGreedy) {
   const std::vector<float> logits = {0, 2, 1, 2, -5, 2, 0, 0};
-  EXPECT_EQ(make_ggml_sampler({}, 8)->sample(logits), 1);
+  EXPECT_EQ(make_sampler({}, 8)->sample(logits), 1);
 }
 
 TEST(GgmlSampler, NamesTheLogitThatIsNotFinite) {
@@ -98,7 +99,7 @@ TEST(GgmlSampler, NamesTheLogitThatIsNotFinite) {
     std::vector<float> logits(8, 1.0f);
     logits[5] = bad;
     for (const float temperature : {0.0f, 0.8f}) {
-      const auto sampler = make_ggml_sampler({.temperature = temperature}, 8);
+      const auto sampler = make_sampler({.temperature = temperature}, 8);
       try {
         sampler->sample(logits);
         ADD_FAILURE() << "not refused";
@@ -108,13 +109,13 @@ TEST(GgmlSampler, NamesTheLogitThatIsNotFinite) {
       }
     }
   }
-  EXPECT_THROW(make_ggml_sampler({}, 8)->sample(std::vector<float>(7)), std::invalid_argument);
+  EXPECT_THROW(make_sampler({}, 8)->sample(std::vector<float>(7)), std::invalid_argument);
 }
 
 TEST(GgmlSampler, RepeatsItsDrawsForASeed) {
   const std::vector<float> logits = {1, 2, 3, 2, 1, 0, 2, 3};
   const auto draw = [&](uint64_t seed) {
-    const auto sampler = make_ggml_sampler({.temperature = 1.0f, .seed = seed}, 8);
+    const auto sampler = make_sampler({.temperature = 1.0f, .seed = seed}, 8);
     std::vector<int32_t> out;
     for (int i = 0; i < 50; ++i) out.push_back(sampler->sample(logits));
     return out;
@@ -126,7 +127,7 @@ TEST(GgmlSampler, RepeatsItsDrawsForASeed) {
 
 std::map<int32_t, int> histogram(const SamplerOptions& options, const std::vector<float>& logits,
                                  int draws) {
-  const auto sampler = make_ggml_sampler(options, static_cast<int32_t>(logits.size()));
+  const auto sampler = make_sampler(options, static_cast<int32_t>(logits.size()));
   std::map<int32_t, int> out;
   for (int i = 0; i < draws; ++i) ++out[sampler->sample(logits)];
   return out;
@@ -150,7 +151,7 @@ TEST(GgmlSampler, CutsByTopKTopPAndMinP) {
 
 TEST(GgmlSampler, PenalisesWhatItWasTold) {
   const std::vector<float> logits = {1.0f, 1.2f, 0.5f};
-  const auto sampler = make_ggml_sampler({.repetition_penalty = 1.5f, .penalty_last_n = 2}, 3);
+  const auto sampler = make_sampler({.repetition_penalty = 1.5f, .penalty_last_n = 2}, 3);
   EXPECT_EQ(sampler->sample(logits), 1);
   sampler->accept(1);
   EXPECT_EQ(sampler->sample(logits), 0);

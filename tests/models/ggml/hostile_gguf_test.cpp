@@ -78,7 +78,7 @@ class HostileGguf : public testing::Test {
     } catch (const ModelError&) {
     }
     try {
-      load_ggml_text(path).tokenizer->tokenize("Hello <|end|>", true, true);
+      load_tokenizer(path)->tokenize("Hello <|end|>", true, true);
     } catch (const ModelError&) {
     }
   }
@@ -306,7 +306,7 @@ TEST_F(HostileGguf, TensorsOfTheWrongType) {
 TEST_F(HostileGguf, VocabulariesThatCannotBeRead) {
   const auto expect_no_text = [](const std::string& path, const char* word) {
     try {
-      load_ggml_text(path);
+      load_tokenizer(path);
       ADD_FAILURE() << "read; expected " << word;
     } catch (const ModelError& error) {
       EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
@@ -342,13 +342,13 @@ TEST_F(HostileGguf, VocabulariesThatCannotBeRead) {
 }
 
 TEST_F(HostileGguf, ABrokenTemplateSpoilsNothingButItself) {
-  const auto text = load_ggml_text(rewrite([](gguf_context* g, ggml_context*) {
+  const auto tokenizer = load_tokenizer(rewrite([](gguf_context* g, ggml_context*) {
     gguf_set_val_str(g, "tokenizer.chat_template", "{% for %}");
   }));
-  EXPECT_EQ(text.tokenizer->tokenize("A", true, true), std::vector<int32_t>{'A'});
+  EXPECT_EQ(tokenizer->tokenize("A", true, true), std::vector<int32_t>{'A'});
   const ChatMessage message{"user", "Hi"};
   try {
-    text.chat_template->render({&message, 1});
+    make_chat_template(*tokenizer)->render({&message, 1});
     ADD_FAILURE() << "rendered";
   } catch (const ModelError& error) {
     EXPECT_NE(std::string(error.what()).find("chat_template"), std::string::npos) << error.what();
@@ -356,13 +356,13 @@ TEST_F(HostileGguf, ABrokenTemplateSpoilsNothingButItself) {
 }
 
 TEST_F(HostileGguf, WhatATemplateRefusesIsAnArgumentsFault) {
-  const auto text = load_ggml_text(rewrite([](gguf_context* g, ggml_context*) {
+  const auto tokenizer = load_tokenizer(rewrite([](gguf_context* g, ggml_context*) {
     gguf_set_val_str(g, "tokenizer.chat_template",
                      "{{ raise_exception('only one message, please') }}");
   }));
   const ChatMessage message{"user", "Hi"};
   try {
-    text.chat_template->render({&message, 1});
+    make_chat_template(*tokenizer)->render({&message, 1});
     ADD_FAILURE() << "rendered";
   } catch (const std::invalid_argument& error) {
     EXPECT_NE(std::string(error.what()).find("only one message"), std::string::npos)
