@@ -37,7 +37,7 @@ make_models() {
   fi
   for maker in "$root"/tools/make_*.py; do
     target=$models/.$(basename "$maker" .py)
-    if [ "$maker" = "$root/tools/make_f32.py" ] || newer "$target" "$maker"; then continue; fi
+    if [ "$maker" = "$root/tools/make_f32.py" ] || newer "$target" "$root"/tools/*.py; then continue; fi
     say "making test models: $(basename "$maker")"
     "$venv/bin/python" "$maker" "$models"
     touch "$target"

@@ -66,17 +66,12 @@ int64_t PageGroup::resident_bytes() const {
 }
 
 int PageGroup::try_commit(int64_t num_pages) {
-  references_.reserve(
-      static_cast<size_t>(num_pages));  // before any memory moves, since it may throw
+  references_.reserve(static_cast<size_t>(num_pages));  // before any memory moves: it may throw
   free_.reserve(static_cast<size_t>(num_pages));
-  for (PageMemory& array : arrays_) {
-    const int error = array.try_commit(num_pages);
-    if (error != 0) {
-      decommit_to(num_committed());
-      return error;
-    }
-  }
-  return 0;
+  int error = 0;
+  for (size_t i = 0; i < arrays_.size() && error == 0; ++i)
+    error = arrays_[i].try_commit(num_pages);
+  return error;
 }
 
 void PageGroup::decommit_to(int64_t num_pages) noexcept {

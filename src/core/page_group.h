@@ -35,8 +35,9 @@ class PageGroup {
     return page >= 0 && page < num_committed() ? references_[page] : 0;
   }
 
-  // Backs the first num_pages pages in every array, or changes nothing and returns an errno. The
-  // new pages can be taken once add_committed() was called; decommit_to(num_committed()) undoes it.
+  // Backs the first num_pages pages in every array; returns 0 or the errno of the array that
+  // failed, the ones before it being done. decommit_to(num_committed()) undoes either;
+  // add_committed() after a success makes the new pages free.
   [[nodiscard]] int try_commit(int64_t num_pages);
   void decommit_to(int64_t num_pages) noexcept;
   void add_committed(int64_t num_pages) noexcept;

@@ -15,10 +15,11 @@
 namespace pagedkv {
 namespace {
 
-// How much a dynamic pool commits beyond what is asked: half of what it has, within these bounds.
-// The upper one keeps the time that a commit takes out of a step independent of the pool's size (8
-// MiB are about 2 ms of page faults).
-constexpr int64_t kMinCommitTokens = 64;
+// A dynamic pool commits what is needed, or half of what it has where that is more; the first time
+// at least kFirstCommitTokens, and of its own accord never more than kMaxCommitBytes, so that the
+// time a commit takes out of a step does not grow with the pool (8 MiB are about 2 ms of page
+// faults).
+constexpr int64_t kFirstCommitTokens = 64;
 constexpr int64_t kMaxCommitBytes = int64_t{8} << 20;
 
 std::string count_of(int64_t n, const char* what) {
@@ -255,7 +256,7 @@ void PagePool::Impl::choose_sizes(std::span<Plan> plans, int64_t left) const {
                                std::max(most, plan.required));
     }
     const int64_t step = std::min((g.num_committed() + 1) / 2, kMaxCommitBytes / g.page_bytes());
-    const int64_t start = (kMinCommitTokens + options.page_size - 1) / options.page_size;
+    const int64_t start = (kFirstCommitTokens + options.page_size - 1) / options.page_size;
     plan.target = std::min(std::max(g.num_committed() + step, start), plan.capacity);
     if (plan.room > 0) plan.target = std::min(plan.target, plan.room);
     plan.target = std::max(plan.target, plan.required);

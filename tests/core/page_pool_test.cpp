@@ -160,6 +160,14 @@ TEST(PagePool, GrowthLeavesNoMoreUnusedThanTheSequenceMayTake) {
   EXPECT_EQ(pool.stats().pages_committed, 5);
 }
 
+TEST(PagePool, CommitsNoMoreThanTheSequenceMayTake) {
+  PagePool pool(options(1024));
+  ASSERT_EQ(take(pool, 20, 0, 21).size(), 20u);
+  ASSERT_EQ(take(pool, 1, 0, 1).size(), 1u);
+  EXPECT_EQ(pool.stats().pages_committed, 21);
+  EXPECT_EQ(pool.capacity(0), 1024);
+}
+
 TEST(PagePool, RefusesMoreThanItHasAddressSpaceFor) {
   PagePoolOptions o = options(4);
   o.max_pages = 10;

@@ -17,12 +17,6 @@ using testing::layer;
 using testing::options;
 using testing::take;
 
-const int64_t kOsPage = sysconf(_SC_PAGESIZE);
-
-// The kernel holds whole OS pages, and the slack behind the last page: at most this much for an
-// array.
-int64_t rounding(int64_t num_arrays) { return num_arrays * 2 * kOsPage; }
-
 std::vector<const void*> addresses(const PagePool& pool) {
   std::vector<const void*> all;
   for (int l = 0; l < pool.num_layers(); ++l) {
@@ -67,6 +61,9 @@ class Growth : public ::testing::TestWithParam<PageFormat> {
   PagePoolOptions small_model(int32_t num_pages) const {  // the shape of SmolLM2-135M
     return options(num_pages, 16, group(30, layer(3, 64, GetParam())));
   }
+  int64_t rounding(const PagePool& pool) const {
+    return testing::resident_rounding(num_arrays(), pool.stats().bytes_committed / num_arrays());
+  }
   int64_t num_arrays() const { return 30 * (has_scales(GetParam()) ? 4 : 2); }
 };
 
@@ -81,7 +78,7 @@ TEST_P(Growth, FollowsTheSequenceUpToItsWindow) {
   const int64_t rss_before = status_kib("VmRSS:");
   ASSERT_TRUE(table.try_append(1));
   EXPECT_EQ(pool.stats().bytes_committed, 64 * token_bytes);
-  EXPECT_LE(pool.bytes_resident(), 64 * token_bytes + rounding(num_arrays()));
+  EXPECT_LE(pool.bytes_resident(), 64 * token_bytes + rounding(pool));
 
   const auto before = addresses(pool);
   mark(pool, table.pages(0)[0]);
@@ -99,7 +96,7 @@ TEST_P(Growth, FollowsTheSequenceUpToItsWindow) {
   for (PageId page : table.pages(0)) EXPECT_TRUE(is_marked(pool, page)) << page;
   EXPECT_EQ(pool.stats().bytes_moved, 0);
   const int64_t final_bytes = pool.bytes_resident();
-  EXPECT_LE(final_bytes, 1008 * token_bytes + rounding(num_arrays()));
+  EXPECT_LE(final_bytes, 1008 * token_bytes + rounding(pool));
   EXPECT_LE(peak, final_bytes + final_bytes / 10);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   const int64_t growth_kib = status_kib("VmHWM:") - rss_before;
@@ -129,7 +126,7 @@ TEST_P(Growth, From64SlotsTo8192MovesNothing) {
     const PagePoolStats s = pool.stats();
     ASSERT_GE(pool.bytes_resident(), s.bytes_in_use);
     ASSERT_GE(pool.bytes_resident(), s.bytes_committed);
-    ASSERT_LE(pool.bytes_resident(), s.bytes_committed + rounding(num_arrays()));
+    ASSERT_LE(pool.bytes_resident(), s.bytes_committed + rounding(pool));
     ASSERT_LE(s.bytes_committed, s.bytes_in_use * 3 / 2 + 16 * pool.bytes_per_token());
     ASSERT_GE(s.bytes_reserved, s.bytes_committed);
   }

@@ -1,9 +1,12 @@
 // What the tests of core share: small pools, and a budget that no machine takes part in.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
 #include <string>
 #include <vector>
@@ -38,6 +41,18 @@ inline PagePoolOptions options(int32_t num_pages, int page_size = 16,
   o.max_pages = 4096 + num_pages;
   o.available_bytes = [] { return std::numeric_limits<int64_t>::max(); };
   return o;
+}
+
+// What the kernel may hold beyond the committed bytes of `num_arrays` arrays: whole OS pages and
+// the slack behind the last page; up to the boundary where huge pages come unasked and an array is
+// large enough.
+inline int64_t resident_rounding(int64_t num_arrays, int64_t array_bytes) {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
+  std::string setting;
+  std::getline(file, setting);
+  const bool huge =
+      array_bytes >= (int64_t{2} << 20) && setting.find("[always]") != std::string::npos;
+  return num_arrays * ((huge ? int64_t{256} << 10 : 0) + 2 * int64_t{sysconf(_SC_PAGESIZE)});
 }
 
 inline std::vector<PageId> take(PagePool& pool, int64_t count, int group = 0, int64_t room = 0) {

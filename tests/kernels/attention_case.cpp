@@ -5,9 +5,14 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "base/page_codec.h"
 
@@ -94,6 +99,18 @@ AttentionCase AttentionCase::parse(const std::string& text) {
   return c;
 }
 
+PageMemory::PageMemory(size_t size, uint8_t fill) : size_(size) {
+  // Small ones end where malloc's guard begins, so that AddressSanitizer sees a read past the slack.
+  const size_t alignment = size >= (4u << 20) ? 2u << 20 : 64;
+  void* memory = nullptr;
+  if (posix_memalign(&memory, alignment, size) != 0) throw std::bad_alloc();
+#if defined(__linux__)
+  if (alignment > 64) madvise(memory, size / alignment * alignment, MADV_HUGEPAGE);
+#endif
+  data_.reset(static_cast<std::byte*>(memory));
+  std::memset(memory, fill, size);
+}
+
 // ---- PagedTokens ----------------------------------------------------------------------------------------------
 
 PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
@@ -119,8 +136,8 @@ PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
     }
   }
   const int64_t rows = total * c.page_size * c.num_kv_heads;
-  keys_.assign(rows * row_bytes(c.key_format, c.key_dim) + 64, std::byte{fill});
-  values_.assign(rows * row_bytes(c.value_format, c.value_dim) + 64, std::byte{fill});
+  keys_ = PageMemory(rows * row_bytes(c.key_format, c.key_dim) + 64, fill);
+  values_ = PageMemory(rows * row_bytes(c.value_format, c.value_dim) + 64, fill);
   uint32_t word;
   std::memset(&word, fill, 4);
   if (has_scales(c.key_format)) key_scales_.assign(rows, std::bit_cast<float>(word));
@@ -149,21 +166,21 @@ void PagedTokens::store(int sequence, int token, const float* keys, const float*
   if (!reference_set().store(args, one)) throw std::logic_error("PagedTokens::store: a row was refused");
 }
 
-float PagedTokens::element(const std::vector<std::byte>& bytes, const std::vector<float>& scales, PageFormat format,
+float PagedTokens::element(const std::byte* bytes, const std::vector<float>& scales, PageFormat format,
                            int dim, int sequence, int token, int head, int e) const {
   const int64_t at = slot(sequence, token) * case_.num_kv_heads + head;
   return with_page_format(format, [&](auto f) {
-    const float x = decltype(f)::load(bytes.data() + at * row_bytes(format, dim), e);
+    const float x = decltype(f)::load(bytes + at * row_bytes(format, dim), e);
     return has_scales(format) ? x * scales[at] : x;
   });
 }
 
 float PagedTokens::key(int sequence, int token, int head, int e) const {
-  return element(keys_, key_scales_, case_.key_format, case_.key_dim, sequence, token, head, e);
+  return element(keys_.data(), key_scales_, case_.key_format, case_.key_dim, sequence, token, head, e);
 }
 
 float PagedTokens::value(int sequence, int token, int head, int e) const {
-  return element(values_, value_scales_, case_.value_format, case_.value_dim, sequence, token, head, e);
+  return element(values_.data(), value_scales_, case_.value_format, case_.value_dim, sequence, token, head, e);
 }
 
 // ---- AttentionProblem ---------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,6 +49,22 @@ uint64_t splitmix64(uint64_t& state) noexcept;
 // Values in [-1, 1), from splitmix64 started at `state`: (z >> 40) / 2^23 - 1.
 std::vector<float> data(uint64_t state, int64_t count);
 
+// Memory as a pool has it: at the start of a page, huge where the system offers that.
+class PageMemory {
+ public:
+  PageMemory() = default;
+  PageMemory(size_t size, uint8_t fill);
+  std::byte* data() const { return data_.get(); }
+  std::span<const std::byte> bytes() const { return {data_.get(), size_}; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte, Free> data_;
+  size_t size_ = 0;
+};
+
 // Pages of one layer, and where tokens of several sequences live in them.
 class PagedTokens {
  public:
@@ -61,17 +80,17 @@ class PagedTokens {
   // Element as attention sees it: decoded, and scaled where the format has scales.
   float key(int sequence, int token, int head, int e) const;
   float value(int sequence, int token, int head, int e) const;
-  const std::vector<std::byte>& key_bytes() const { return keys_; }
-  const std::vector<std::byte>& value_bytes() const { return values_; }
+  std::span<const std::byte> key_bytes() const { return keys_.bytes(); }
+  std::span<const std::byte> value_bytes() const { return values_.bytes(); }
 
  private:
-  float element(const std::vector<std::byte>& bytes, const std::vector<float>& scales, PageFormat format, int dim,
+  float element(const std::byte* bytes, const std::vector<float>& scales, PageFormat format, int dim,
                 int sequence, int token, int head, int e) const;
 
   AttentionCase case_;
   int64_t stride_ = 0;
   std::vector<PageId> table_;
-  std::vector<std::byte> keys_, values_;
+  PageMemory keys_, values_;
   std::vector<float> key_scales_, value_scales_;
 };
 

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "base/page_codec.h"
 #include "hwy/highway.h"
@@ -16,6 +17,7 @@
 
 #ifndef PAGEDKV_UNROLL
 #define PAGEDKV_UNROLL _Pragma("GCC unroll 16")
+#define PAGEDKV_LAMBDA HWY_ATTR __attribute__((always_inline))
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -70,6 +72,14 @@ struct Reader<Q8Page> {
 // Bytes that one load of all parts covers.
 template <class Format>
 constexpr int kChunkBytes = Reader<Format>::kGroups * kLanes * Format::kElementBits / 8;
+
+// The lanes of a row as a number that may be known to the compiler: the commonest head_dims get loops of fixed length.
+struct AnyLanes {
+  int count;
+  constexpr operator int() const { return count; }
+};
+template <int kCount>
+using FixedLanes = std::integral_constant<int, kCount>;
 
 // One level of the tree for two registers at once: in each, lane j takes lane j + distance; x's sums go where the
 // distance's bit of the lane number is 0, y's where it is 1.

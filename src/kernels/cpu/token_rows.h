@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "kernels/visibility.h"
@@ -13,7 +14,10 @@ class TokenRows {
  public:
   // `range` is what the work may look at: pages outside it may be missing from the table.
   TokenRows(const PageId* pages, int page_size, TokenRange range) noexcept
-      : pages_(pages), page_size_(page_size), range_(range) {}
+      : pages_(pages),
+        page_size_(page_size),
+        shift_(std::has_single_bit(page_size_) ? std::countr_zero(page_size_) : -1),
+        range_(range) {}
 
   // Tiles never straddle a page.
   bool whole_tiles() const noexcept { return page_size_ % kTile == 0; }
@@ -23,7 +27,7 @@ class TokenRows {
   // token must be in range, which must not be empty.
   int64_t slot(int64_t token) const noexcept {
     const auto t = static_cast<uint32_t>(token);  // sequence lengths are int32
-    const uint32_t page = t / page_size_;
+    const uint32_t page = shift_ >= 0 ? t >> shift_ : t / page_size_;
     return int64_t{pages_[page]} * page_size_ + (t - page * page_size_);
   }
 
@@ -41,6 +45,7 @@ class TokenRows {
  private:
   const PageId* pages_;
   uint32_t page_size_;
+  int shift_;  // log2 of page_size, or -1: a division for each tile shows in short heads
   TokenRange range_;
 };
 

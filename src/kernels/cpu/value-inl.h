@@ -51,10 +51,10 @@ HWY_INLINE void add_columns(const float* HWY_RESTRICT weights, const std::byte* 
         hn::StoreU(acc[g][u][v], kFloats, out + g * out_stride + unit_lane<Format>(first + u) + v * kLanes);
 }
 
-template <class Format, int kQueries, bool kAhead>
+template <class Format, int kQueries, bool kAhead, class Lanes>
 HWY_INLINE void add_run(const float* HWY_RESTRICT weights, const std::byte* HWY_RESTRICT values,
                         const int64_t* HWY_RESTRICT offsets, int from, int to, float* HWY_RESTRICT out, int out_stride,
-                        int lanes, Ahead<kAhead>& ahead) {
+                        Lanes lanes, Ahead<kAhead>& ahead) {
   // 16 accumulators on AVX-512, 8 on AVX2: with the values and a weight, what the registers hold.
   constexpr int kGroups = Reader<Format>::kGroups;
   constexpr int kUnits = (kNative == 16 ? 16 : 8) / (kQueries <= 2 ? 2 : 4) / kGroups;
@@ -70,10 +70,10 @@ HWY_INLINE void add_run(const float* HWY_RESTRICT weights, const std::byte* HWY_
 }
 
 // out[g] (g < kQueries) += weights[g][t] * value t for each t whose bit is set in `visible`, in rising order.
-template <class Format, int kQueries, bool kAhead>
+template <class Format, int kQueries, bool kAhead, class Lanes>
 HWY_INLINE void value_tile(const float* HWY_RESTRICT weights, const std::byte* HWY_RESTRICT values,
                            const int64_t* HWY_RESTRICT offsets, uint32_t visible, float* HWY_RESTRICT out,
-                           int out_stride, int lanes, Ahead<kAhead> ahead) {
+                           int out_stride, Lanes lanes, Ahead<kAhead> ahead) {
   while (visible) {  // run by run; nearly always there is one
     const int from = std::countr_zero(visible), to = from + std::countr_one(visible >> from);
     add_run<Format, kQueries>(weights, values, offsets, from, to, out, out_stride, lanes, ahead);
