@@ -45,9 +45,41 @@ constexpr KeyRule kLlamaKeys[] = {
     {"tensor_data_layout", KeyUse::kHarmless},  // a remark
 };
 
+constexpr bool kOptional = false;
+
+constexpr TensorRule<Weights> kLlamaTensors[] = {
+    {"token_embd.weight", &Weights::token_embedding, Width::kEmbedding, Width::kVocabulary},
+    {"output_norm.weight", &Weights::output_norm, Width::kEmbedding},
+    {"output.weight", &Weights::output, Width::kEmbedding, Width::kVocabulary, kOptional},
+    {"rope_freqs.weight", &Weights::rope_freqs, Width::kRotations, Width::kNone, kOptional},
+};
+
+using Layer = LayerWeights;
+constexpr TensorRule<Layer> kLlamaLayerTensors[] = {
+    {"attn_norm.weight", &Layer::attn_norm, Width::kEmbedding},
+    {"attn_qkv.weight", &Layer::qkv, Width::kEmbedding, Width::kFused, kOptional},
+    {"attn_qkv.bias", &Layer::qkv_bias, Width::kFused, Width::kNone, kOptional, nullptr,
+     &Layer::qkv},
+    {"attn_q.weight", &Layer::q, Width::kEmbedding, Width::kQueries, true, &Layer::qkv},
+    {"attn_k.weight", &Layer::k, Width::kEmbedding, Width::kKeys, true, &Layer::qkv},
+    {"attn_v.weight", &Layer::v, Width::kEmbedding, Width::kValues, true, &Layer::qkv},
+    {"attn_q.bias", &Layer::q_bias, Width::kQueries, Width::kNone, kOptional, &Layer::qkv_bias},
+    {"attn_k.bias", &Layer::k_bias, Width::kKeys, Width::kNone, kOptional, &Layer::qkv_bias},
+    {"attn_v.bias", &Layer::v_bias, Width::kValues, Width::kNone, kOptional, &Layer::qkv_bias},
+    {"attn_output.weight", &Layer::output, Width::kAttended, Width::kEmbedding},
+    {"attn_output.bias", &Layer::output_bias, Width::kEmbedding, Width::kNone, kOptional},
+    {"ffn_norm.weight", &Layer::ffn_norm, Width::kEmbedding},
+    {"ffn_gate.weight", &Layer::gate, Width::kEmbedding, Width::kFeedForward},
+    {"ffn_up.weight", &Layer::up, Width::kEmbedding, Width::kFeedForward},
+    {"ffn_down.weight", &Layer::down, Width::kFeedForward, Width::kEmbedding},
+    {"ffn_gate.bias", &Layer::gate_bias, Width::kFeedForward, Width::kNone, kOptional},
+    {"ffn_up.bias", &Layer::up_bias, Width::kFeedForward, Width::kNone, kOptional},
+    {"ffn_down.bias", &Layer::down_bias, Width::kEmbedding, Width::kNone, kOptional},
+};
+
 constexpr Family kFamilies[] = {
     {"llama", "Llama 1 to 3, SmolLM, Mistral 7B and others of that shape", kLlamaKeys,
-     RopePairs::kNeighbours},
+     kLlamaTensors, kLlamaLayerTensors, RopePairs::kNeighbours},
 };
 
 std::string supported() {

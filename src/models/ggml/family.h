@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "models/ggml/gguf_file.h"
+#include "models/ggml/weights.h"
 
 namespace pagedkv {
 
@@ -32,6 +33,8 @@ struct Family {
   std::string_view name;    // general.architecture
   std::string_view models;  // for people
   std::span<const KeyRule> keys;
+  std::span<const TensorRule<Weights>> tensors;
+  std::span<const TensorRule<LayerWeights>> layer_tensors;
   RopePairs rope_pairs;
 };
 

@@ -59,7 +59,7 @@ class GgmlModel final : public Model {
       : file_(path),
         family_(find_family(file_)),
         hp_(read_hyperparameters(file_, family_)),
-        weights_(bind_weights(file_, hp_)),
+        weights_(bind_weights(file_, family_, hp_)),
         max_step_tokens_(options.max_step_tokens) {
     file_.populate(options.progress);
     arithmetic_ = choose(options.exact);

@@ -1,11 +1,15 @@
 #include "models/ggml/weights.h"
 
-#include <initializer_list>
+#include <algorithm>
 #include <set>
+#include <span>
 #include <string>
 
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "models/ggml/family.h"
+#include "models/ggml/gguf_file.h"
+#include "models/ggml/hyperparameters.h"
 #include "models/model.h"
 
 namespace pagedkv {
@@ -21,98 +25,85 @@ bool can_multiply(ggml_type type) {
   return type == GGML_TYPE_F32 || ggml_get_type_traits_cpu(type)->vec_dot != nullptr;
 }
 
+int64_t size_of(Width width, const Hyperparameters& hp) {
+  const int64_t queries = int64_t{hp.num_q_heads} * hp.key_head_dim;
+  const int64_t keys = int64_t{hp.num_kv_heads} * hp.key_head_dim;
+  const int64_t values = int64_t{hp.num_kv_heads} * hp.value_head_dim;
+  switch (width) {
+    case Width::kNone:
+      return 1;
+    case Width::kEmbedding:
+      return hp.embedding_length;
+    case Width::kQueries:
+      return queries;
+    case Width::kKeys:
+      return keys;
+    case Width::kValues:
+      return values;
+    case Width::kFused:
+      return queries + keys + values;
+    case Width::kAttended:
+      return int64_t{hp.num_q_heads} * hp.value_head_dim;
+    case Width::kFeedForward:
+      return hp.feed_forward_length;
+    case Width::kVocabulary:
+      return hp.vocab_size;
+    case Width::kRotations:
+      return hp.rope.dimensions / 2;
+  }
+  return 0;
+}
+
 class Binder {
  public:
-  explicit Binder(const GgufFile& file) : file_(file) {}
+  Binder(const GgufFile& file, const Hyperparameters& hp) : file_(file), hp_(hp) {}
 
-  ggml_tensor* matrix(const std::string& name, int64_t in, int64_t out) {
-    ggml_tensor* t = optional_matrix(name, in, out);
-    if (!t) missing(name);
-    return t;
-  }
-  ggml_tensor* optional_matrix(const std::string& name, int64_t in, int64_t out) {
-    ggml_tensor* t = take(name, {in, out});
-    if (t && !can_multiply(t->type)) {
-      file_.fail("tensor " + name + " is of type " + ggml_type_name(t->type) +
-                 ", which has no product on the CPU");
+  template <class Owner>
+  void bind(Owner& owner, std::span<const TensorRule<Owner>> rules, const std::string& prefix) {
+    for (const auto& rule : rules) {
+      if (rule.unless && owner.*rule.unless) continue;
+      if (rule.with && !(owner.*rule.with)) continue;
+      const std::string name = prefix + std::string(rule.name);
+      ggml_tensor* t = file_.tensor(name);
+      if (!t && rule.needed) file_.fail("tensor " + name + " is missing");
+      if (t) check(*t, rule.in, rule.out);
+      owner.*rule.role = t;
     }
-    return t;
   }
-  ggml_tensor* vector(const std::string& name, int64_t size) {
-    ggml_tensor* t = optional_vector(name, size);
-    if (!t) missing(name);
-    return t;
-  }
-  ggml_tensor* optional_vector(const std::string& name, int64_t size) {
-    ggml_tensor* t = take(name, {size});
-    if (t && t->type != GGML_TYPE_F32) {
-      file_.fail("tensor " + name + " is of type " + ggml_type_name(t->type) + "; f32 is needed");
-    }
-    return t;
-  }
+
   void check_all_read() const {
     for (const ggml_tensor* t : file_.tensors()) {
-      if (!read_.contains(t)) {
-        file_.fail(std::string("tensor ") + t->name +
-                   " is not known for this family and may change its results, " +
-                   "so the model is not run");
-      }
+      if (read_.contains(t)) continue;
+      file_.fail(
+          std::string("tensor ") + t->name +
+          " is not known for this family and may change its results, so the model is not run");
     }
   }
 
  private:
-  ggml_tensor* take(const std::string& name, std::initializer_list<int64_t> shape) {
-    ggml_tensor* t = file_.tensor(name);
-    if (!t) return nullptr;
-    int64_t wanted[GGML_MAX_DIMS] = {1, 1, 1, 1};
-    std::copy(shape.begin(), shape.end(), wanted);
-    if (!std::equal(wanted, wanted + GGML_MAX_DIMS, t->ne)) {
-      file_.fail("tensor " + name + " has shape " + show_shape(t->ne, ggml_n_dims(t)) +
-                 "; the file's keys ask for " + show_shape(wanted, static_cast<int>(shape.size())));
+  void check(const ggml_tensor& t, Width in, Width out) {
+    const bool is_matrix = out != Width::kNone;
+    const int64_t wanted[GGML_MAX_DIMS] = {size_of(in, hp_), size_of(out, hp_), 1, 1};
+    if (!std::equal(wanted, wanted + GGML_MAX_DIMS, t.ne)) {
+      file_.fail(std::string("tensor ") + t.name + " has shape " +
+                 show_shape(t.ne, ggml_n_dims(&t)) + "; the file's keys ask for " +
+                 show_shape(wanted, is_matrix ? 2 : 1));
     }
-    read_.insert(t);
-    return t;
-  }
-  [[noreturn]] void missing(const std::string& name) const {
-    file_.fail("tensor " + name + " is missing");
+    if (is_matrix && !can_multiply(t.type)) {
+      file_.fail(std::string("tensor ") + t.name + " is of type " + ggml_type_name(t.type) +
+                 ", which has no product on the CPU");
+    }
+    if (!is_matrix && t.type != GGML_TYPE_F32) {
+      file_.fail(std::string("tensor ") + t.name + " is of type " + ggml_type_name(t.type) +
+                 "; f32 is needed");
+    }
+    read_.insert(&t);
   }
 
   const GgufFile& file_;
+  const Hyperparameters& hp_;
   std::set<const ggml_tensor*> read_;
 };
-
-LayerWeights bind_layer(Binder& bind, const Hyperparameters& hp, int layer) {
-  const std::string p = "blk." + std::to_string(layer) + ".";
-  const int64_t e = hp.embedding_length, f = hp.feed_forward_length;
-  const int64_t q = int64_t{hp.num_q_heads} * hp.key_head_dim;
-  const int64_t k = int64_t{hp.num_kv_heads} * hp.key_head_dim;
-  const int64_t v = int64_t{hp.num_kv_heads} * hp.value_head_dim;
-  LayerWeights w{};
-  w.attn_norm = bind.vector(p + "attn_norm.weight", e);
-  w.qkv = bind.optional_matrix(p + "attn_qkv.weight", e, q + k + v);
-  if (w.qkv) {
-    w.qkv_bias = bind.optional_vector(p + "attn_qkv.bias", q + k + v);
-  } else {
-    w.q = bind.matrix(p + "attn_q.weight", e, q);
-    w.k = bind.matrix(p + "attn_k.weight", e, k);
-    w.v = bind.matrix(p + "attn_v.weight", e, v);
-  }
-  if (!w.qkv_bias) {
-    w.q_bias = bind.optional_vector(p + "attn_q.bias", q);
-    w.k_bias = bind.optional_vector(p + "attn_k.bias", k);
-    w.v_bias = bind.optional_vector(p + "attn_v.bias", v);
-  }
-  w.output = bind.matrix(p + "attn_output.weight", int64_t{hp.num_q_heads} * hp.value_head_dim, e);
-  w.output_bias = bind.optional_vector(p + "attn_output.bias", e);
-  w.ffn_norm = bind.vector(p + "ffn_norm.weight", e);
-  w.gate = bind.matrix(p + "ffn_gate.weight", e, f);
-  w.up = bind.matrix(p + "ffn_up.weight", e, f);
-  w.down = bind.matrix(p + "ffn_down.weight", f, e);
-  w.gate_bias = bind.optional_vector(p + "ffn_gate.bias", f);
-  w.up_bias = bind.optional_vector(p + "ffn_up.bias", f);
-  w.down_bias = bind.optional_vector(p + "ffn_down.bias", e);
-  return w;
-}
 
 }  // namespace
 
@@ -126,16 +117,15 @@ std::vector<ggml_tensor*> Weights::matrices() const {
   return out;
 }
 
-Weights bind_weights(const GgufFile& file, const Hyperparameters& hp) {
-  Binder bind(file);
+Weights bind_weights(const GgufFile& file, const Family& family, const Hyperparameters& hp) {
+  Binder binder(file, hp);
   Weights w{};
-  w.token_embedding = bind.matrix("token_embd.weight", hp.embedding_length, hp.vocab_size);
-  w.output_norm = bind.vector("output_norm.weight", hp.embedding_length);
-  w.output = bind.optional_matrix("output.weight", hp.embedding_length, hp.vocab_size);
+  binder.bind(w, family.tensors, "");
   if (!w.output) w.output = w.token_embedding;
-  w.rope_freqs = bind.optional_vector("rope_freqs.weight", hp.rope.dimensions / 2);
-  for (int i = 0; i < hp.num_layers; ++i) w.layers.push_back(bind_layer(bind, hp, i));
-  bind.check_all_read();
+  for (int i = 0; i < hp.num_layers; ++i) {
+    binder.bind(w.layers.emplace_back(), family.layer_tensors, "blk." + std::to_string(i) + ".");
+  }
+  binder.check_all_read();
   return w;
 }
 

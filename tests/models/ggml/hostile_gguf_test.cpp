@@ -280,16 +280,18 @@ TEST_F(HostileGguf, KeysThatMayChangeTheMathematics) {
 }
 
 TEST_F(HostileGguf, TensorsThatNobodyReads) {
-  expect_refused(rewrite([](gguf_context* g, ggml_context* c) {
-                   ggml_tensor* extra = ggml_get_tensor(c, "blk.0.attn_norm.weight");
-                   ggml_context* own = ggml_init({4096, nullptr, true});
-                   ggml_tensor* copy = ggml_new_tensor_1d(own, GGML_TYPE_F32, extra->ne[0]);
-                   copy->data = extra->data;
-                   ggml_set_name(copy, "blk.0.attn_q_norm.weight");
-                   gguf_add_tensor(g, copy);
-                   ggml_free(own);
-                 }),
-                 {"blk.0.attn_q_norm.weight", "not known"});
+  // The second is read with attn_qkv.weight alone, which the file does not have.
+  for (const char* name : {"blk.0.attn_q_norm.weight", "blk.0.attn_qkv.bias"}) {
+    expect_refused(rewrite([&](gguf_context* g, ggml_context* c) {
+                     ggml_context* own = ggml_init({4096, nullptr, true});
+                     ggml_tensor* extra = ggml_new_tensor_1d(own, GGML_TYPE_F32, 192);
+                     extra->data = ggml_get_tensor(c, "token_embd.weight")->data;
+                     ggml_set_name(extra, name);
+                     gguf_add_tensor(g, extra);
+                     ggml_free(own);
+                   }),
+                   {name, "not known"});
+  }
 }
 
 TEST_F(HostileGguf, TensorsOfTheWrongType) {
