@@ -44,6 +44,11 @@ struct CloseFile {
   void operator()(std::FILE* file) const noexcept { std::fclose(file); }
 };
 
+uint64_t memory_of_the_machine() {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
 bool is_integer(gguf_type type) {
   switch (type) {
     case GGUF_TYPE_UINT8:
@@ -199,6 +204,10 @@ void GgufFile::map(int fd) {
 
 void GgufFile::populate(const std::function<void(float)>& progress) const {
   constexpr size_t kStep = size_t{16} << 20;
+  if (mapping_.size > memory_of_the_machine() / 2) {
+    if (progress) progress(1.0f);
+    return;
+  }
   for (size_t done = 0; done < mapping_.size;) {
     const size_t bytes = std::min(kStep, mapping_.size - done);
 #ifdef MADV_POPULATE_READ

@@ -55,7 +55,8 @@ class GgufFile {
   ggml_tensor* tensor(const std::string& name) const;  // null where absent
   int64_t tensor_bytes() const noexcept { return tensor_bytes_; }
 
-  // Reads the mapped tensors into memory, telling how much is there (0..1).
+  // Reads the mapped tensors into memory, telling how much is there (0..1). A file of more than half the
+  // machine's memory is left to come in as it is used.
   void populate(const std::function<void(float)>& progress) const;
 
   // Throws ModelError: "<path>: <what>".

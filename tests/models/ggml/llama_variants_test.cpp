@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "llama.h"
+#include "models/ggml/ggml_log.h"
 #include "models/ggml/test_models.h"
 
 namespace pagedkv::test {
@@ -16,7 +17,7 @@ constexpr int kPositions = 300;
 
 // Logits [tokens, vocab] of llama.cpp with float32 keys and values and without flash attention, which rounds.
 std::vector<float> llama_cpp_logits(const std::string& path, std::span<const int32_t> tokens) {
-  llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
+  const LogCapture quiet;
   llama_model_params model_params = llama_model_default_params();
   model_params.use_extra_bufts = false;
   const std::unique_ptr<llama_model, decltype(&llama_model_free)> model(
