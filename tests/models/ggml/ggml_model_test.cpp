@@ -2,6 +2,10 @@
 #include "models/ggml/ggml_model.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
 
 #include "models/ggml/test_models.h"
 
@@ -99,6 +103,60 @@ TEST_F(GgmlModelStep, KeepsItsResultsWhenGraphsAreDropped) {
   const auto expected = all_logits(*model, tokens);
   for (int chunk = 1; chunk <= 40; ++chunk)
     EXPECT_TRUE(all_logits(*model, tokens, {.chunk = chunk}) == expected) << chunk;
+}
+
+// A model whose token 5 gives keys that are not finite.
+class PoisonedModel : public testing::Test {
+ protected:
+  static std::string write() {
+    const auto path =
+        std::filesystem::temp_directory_path() / ("pagedkv_poisoned_" + std::to_string(getpid()));
+    rewrite_gguf(model_path("llama-variants/untied.gguf"), path.string(),
+                 [](gguf_context*, ggml_context* tensors) {
+                   ggml_tensor* embedding = ggml_get_tensor(tensors, "token_embd.weight");
+                   static_cast<float*>(embedding->data)[5 * embedding->ne[0]] = NAN;
+                 });
+    return path.string();
+  }
+  void TearDown() override { std::filesystem::remove(path); }
+
+  std::span<const float> feed(BlockTable& table, PagePool& pool,
+                              const std::vector<int32_t>& tokens) {
+    table.append(static_cast<int64_t>(tokens.size()));
+    StepBatch batch;
+    batch.sequences.push_back({&table, tokens, 1});
+    return model->step(batch, pool);
+  }
+
+  std::string path = write();
+  std::unique_ptr<Model> model = load(path, 2);
+};
+
+TEST_F(PoisonedModel, FailsTheStepWhereAKeyCannotBeStoredAndRunsOn) {
+  RunOptions q8;
+  q8.key_format = q8.value_format = PageFormat::kQ8;
+  PagePool pool(pool_options(model->info(), q8));
+  BlockTable table(pool);
+  const auto before = feed(table, pool, {1, 2, 3});
+  const std::vector<float> expected(before.begin(), before.end());
+  table.trim_to(0);
+  try {
+    feed(table, pool, {1, 2, 5, 3});
+    ADD_FAILURE() << "stored";
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(std::string(error.what()).find("layer"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("q8"), std::string::npos) << error.what();
+  }
+  table.trim_to(0);
+  const auto after = feed(table, pool, {1, 2, 3});
+  EXPECT_TRUE(std::equal(after.begin(), after.end(), expected.begin(), expected.end()));
+}
+
+TEST_F(PoisonedModel, GivesLogitsThatNoSamplerTakes) {
+  PagePool pool(pool_options(model->info(), {}));
+  BlockTable table(pool);
+  const auto logits = feed(table, pool, {1, 5});
+  EXPECT_THROW(make_sampler({}, model->info().vocab_size)->sample(logits), std::runtime_error);
 }
 
 }  // namespace

@@ -68,6 +68,17 @@ TEST(GgmlText, WritesTheChainsText) {
   EXPECT_EQ(write("\xF0\x9F\xA6\x99", 8), "\xF0\x9F\xA6\x99\xF0\x9F\xA6\x99");
 }
 
+TEST(GgmlText, KnowsTheChainsProbabilities) {
+  const auto model = load(model_path("chain.gguf"));
+  const size_t vocab = static_cast<size_t>(model->info().vocab_size);
+  const std::vector<int32_t> tokens = {'A', 'p', 'x'};
+  const auto logits = all_logits(*model, tokens);
+  const auto row = [&](size_t i) { return std::span(logits).subspan(i * vocab, vocab); };
+  EXPECT_NEAR(log_probability(row(0), 'B'), -1.25e-5, 1e-6);
+  for (const char c : {'p', 'q', 'r', 's'}) EXPECT_NEAR(log_probability(row(1), c), -1.3863, 1e-4);
+  EXPECT_NEAR(log_probability(row(2), 'y'), -1.25e-5, 1e-6);
+}
+
 std::string refusal(const SamplerOptions& options) {
   try {
     make_sampler(options, 8);

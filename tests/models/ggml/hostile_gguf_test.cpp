@@ -10,8 +10,6 @@
 #include <functional>
 #include <random>
 
-#include "ggml.h"
-#include "gguf.h"
 #include "models/ggml/test_models.h"
 
 namespace pagedkv::test {
@@ -36,22 +34,10 @@ class HostileGguf : public testing::Test {
     return path;
   }
 
-  // The good file with other metadata or tensors, by gguf's own writer.
+  // The good file with other metadata or tensors.
   std::string rewrite(const std::function<void(gguf_context*, ggml_context*)>& change) const {
-    ggml_context* tensors = nullptr;
-    gguf_context* source =
-        gguf_init_from_file(model_path("llama-variants/tied.gguf").c_str(), {false, &tensors});
-    gguf_context* meta = gguf_init_empty();
-    gguf_set_kv(meta, source);
-    for (int64_t i = 0; i < gguf_get_n_tensors(source); ++i) {
-      gguf_add_tensor(meta, ggml_get_tensor(tensors, gguf_get_tensor_name(source, i)));
-    }
-    change(meta, tensors);
     const std::string path = (folder_ / "model.gguf").string();
-    gguf_write_to_file(meta, path.c_str(), false);
-    gguf_free(meta);
-    gguf_free(source);
-    ggml_free(tensors);
+    rewrite_gguf(model_path("llama-variants/tied.gguf"), path, change);
     return path;
   }
 

@@ -40,6 +40,24 @@ std::vector<std::string> llama_variants() {
   return out;
 }
 
+void rewrite_gguf(const std::string& source, const std::string& target,
+                  const std::function<void(gguf_context* meta, ggml_context* tensors)>& change) {
+  ggml_context* tensors = nullptr;
+  gguf_context* old = gguf_init_from_file(source.c_str(), {/*no_alloc=*/false, &tensors});
+  if (!old) throw std::runtime_error("cannot read " + source);
+  gguf_context* meta = gguf_init_empty();
+  gguf_set_kv(meta, old);
+  for (int64_t i = 0; i < gguf_get_n_tensors(old); ++i) {
+    gguf_add_tensor(meta, ggml_get_tensor(tensors, gguf_get_tensor_name(old, i)));
+  }
+  change(meta, tensors);
+  const bool written = gguf_write_to_file(meta, target.c_str(), false);
+  gguf_free(meta);
+  gguf_free(old);
+  ggml_free(tensors);
+  if (!written) throw std::runtime_error("cannot write " + target);
+}
+
 std::vector<int32_t> random_tokens(int count, uint64_t seed) {
   std::vector<int32_t> out;
   for (int i = 0; i < count; ++i) {

@@ -2,11 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "ggml.h"
+#include "gguf.h"
 #include "models/ggml/ggml_model.h"
 
 namespace pagedkv::test {
@@ -17,6 +20,11 @@ std::string model_path(const std::string& name);
 
 // Names of the variants that tools/make_llama_variants.py wrote, twins left out.
 std::vector<std::string> llama_variants();
+
+// Writes the file `source` with other metadata or tensors to `target`. `change` gets the metadata to be written and
+// the source's tensors.
+void rewrite_gguf(const std::string& source, const std::string& target,
+                  const std::function<void(gguf_context* meta, ggml_context* tensors)>& change);
 
 // Tokens in [0, 256) that depend on `seed` alone.
 std::vector<int32_t> random_tokens(int count, uint64_t seed);
