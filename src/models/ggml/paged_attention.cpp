@@ -39,17 +39,17 @@ std::string shape(int num_kv_heads, int key_dim, int value_dim) {
 
 PagedAttention::PagedAttention(const Hyperparameters& hp, const std::vector<LayerGroupSpec>& groups,
                                int num_workers)
-    : hp_(hp), groups_spec_(groups), num_workers_(num_workers), groups_(groups.size()) {
+    : hp_(hp), groups_spec_(groups), num_workers_(num_workers) {
   for (int i = 0; i < hp.num_layers; ++i) nodes_.push_back({this, i});
 }
 
 void PagedAttention::check_pool(const PagePool& pool) const {
-  if (pool.num_groups() != static_cast<int>(groups_.size()) ||
+  if (pool.num_groups() != static_cast<int>(groups_spec_.size()) ||
       pool.num_layers() != hp_.num_layers) {
     throw std::invalid_argument("page pool of " + std::to_string(pool.num_layers()) +
                                 " layers in " + std::to_string(pool.num_groups()) +
                                 " groups: the model has " + std::to_string(hp_.num_layers) +
-                                " in " + std::to_string(groups_.size()));
+                                " in " + std::to_string(groups_spec_.size()));
   }
   for (int layer = 0; layer < hp_.num_layers; ++layer) {
     const LayerPages p = pool.layer_pages(layer);
@@ -66,52 +66,70 @@ void PagedAttention::check_pool(const PagePool& pool) const {
 
 void PagedAttention::prepare(const StepBatch& batch, const PagePool& pool) {
   check_pool(pool);
-  pages_.clear();
-  group_of_layer_.clear();
-  for (int layer = 0; layer < hp_.num_layers; ++layer) {
-    pages_.push_back(pool.layer_pages(layer));
-    group_of_layer_.push_back(pool.group_of_layer(layer));
-  }
   query_start_.assign(1, 0);
   seq_lens_.clear();
   for (const auto& s : batch.sequences) {
     query_start_.push_back(query_start_.back() + static_cast<int32_t>(s.tokens.size()));
     seq_lens_.push_back(static_cast<int32_t>(s.table->length()));
   }
-  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) prepare_group(g, batch);
+  pages_.clear();
+  work_of_layer_.clear();
+  for (int layer = 0; layer < hp_.num_layers; ++layer) {
+    const LayerPages& pages = pages_.emplace_back(pool.layer_pages(layer));
+    const size_t work = find_work(pool.group_of_layer(layer), pages);
+    if (!std::ranges::count(work_of_layer_, work)) prepare_work(works_[work], pages, batch);
+    work_of_layer_.push_back(work);
+  }
   next_store_.store(0, std::memory_order_relaxed);
   next_attend_.store(0, std::memory_order_relaxed);
   failed_layer_.store(-1, std::memory_order_relaxed);
   finished_.fetch_add(1, std::memory_order_release);
 }
 
-void PagedAttention::prepare_group(int group, const StepBatch& batch) {
-  Group& g = groups_[group];
-  g.slots.resize(static_cast<size_t>(query_start_.back()));
+size_t PagedAttention::find_work(int group, const LayerPages& pages) {
+  for (size_t i = 0; i < works_.size(); ++i) {
+    const Work& w = works_[i];
+    if (w.group == group && w.key_format == pages.keys.format &&
+        w.value_format == pages.values.format) {
+      return i;
+    }
+  }
+  Work& added = works_.emplace_back();
+  added.group = group;
+  added.key_format = pages.keys.format;
+  added.value_format = pages.values.format;
+  return works_.size() - 1;
+}
+
+void PagedAttention::prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch) {
+  work.slots.resize(static_cast<size_t>(query_start_.back()));
   size_t stride = 1;
-  for (const auto& s : batch.sequences) stride = std::max(stride, s.table->pages(group).size());
-  g.block_table.assign(batch.sequences.size() * stride, PageId{-1});
+  for (const auto& s : batch.sequences) {
+    stride = std::max(stride, s.table->pages(work.group).size());
+  }
+  work.block_table.assign(batch.sequences.size() * stride, PageId{-1});
   for (size_t i = 0; i < batch.sequences.size(); ++i) {
     const BlockTable& table = *batch.sequences[i].table;
     const auto count = static_cast<int64_t>(batch.sequences[i].tokens.size());
-    table.slot_mapping(group, table.length() - count,
-                       std::span(g.slots).subspan(static_cast<size_t>(query_start_[i]),
-                                                  static_cast<size_t>(count)));
-    std::ranges::copy(table.pages(group), g.block_table.begin() + static_cast<int64_t>(i * stride));
+    table.slot_mapping(
+        work.group, table.length() - count,
+        std::span(work.slots)
+            .subspan(static_cast<size_t>(query_start_[i]), static_cast<size_t>(count)));
+    std::ranges::copy(table.pages(work.group),
+                      work.block_table.begin() + static_cast<int64_t>(i * stride));
   }
-  AttentionArgs& a = g.args;
+  AttentionArgs& a = work.args;
   a = AttentionArgs{};
-  a.pages = *std::ranges::find_if(
-      pages_, [&](const LayerPages& p) { return group_of_layer_[&p - pages_.data()] == group; });
+  a.pages = pages;
   a.num_q_heads = hp_.num_q_heads;
   a.num_seqs = static_cast<int>(batch.sequences.size());
   a.query_start = query_start_.data();
   a.seq_lens = seq_lens_.data();
-  a.block_table = g.block_table.data();
+  a.block_table = work.block_table.data();
   a.block_table_stride = static_cast<int64_t>(stride);
   a.scale = hp_.attention_scale;
-  a.sliding_window = groups_spec_[group].sliding_window;
-  g.plan.prepare(a, num_workers_);
+  a.sliding_window = groups_spec_[work.group].sliding_window;
+  work.plan.prepare(a, num_workers_);
 }
 
 ggml_tensor* PagedAttention::store_node(ggml_context* context, int layer, ggml_tensor* k,
@@ -134,13 +152,13 @@ void PagedAttention::run_store(ggml_tensor* out, int worker, int num_workers, vo
   const Node& n = *static_cast<Node*>(node);
   PagedAttention& self = *n.owner;
   self.finished_.load(std::memory_order_acquire);
-  const Group& group = self.groups_[self.group_of_layer_[n.layer]];
+  const Work& work = self.works_[self.work_of_layer_[n.layer]];
   StoreArgs args;
   args.keys = static_cast<const float*>(out->src[0]->data);
   args.values = static_cast<const float*>(out->src[1]->data);
   args.pages = self.pages_[n.layer];
-  args.slot_mapping = group.slots.data();
-  args.num_tokens = static_cast<int>(group.slots.size());
+  args.slot_mapping = work.slots.data();
+  args.num_tokens = static_cast<int>(work.slots.size());
   NodeExecutor executor(self.next_store_, worker, num_workers);
   if (!store(args, executor)) self.failed_layer_.store(n.layer, std::memory_order_relaxed);
   if (worker == 0) {
@@ -154,13 +172,13 @@ void PagedAttention::run_attend(ggml_tensor* out, int worker, int num_workers, v
   const Node& n = *static_cast<Node*>(node);
   PagedAttention& self = *n.owner;
   self.finished_.load(std::memory_order_acquire);
-  Group& group = self.groups_[self.group_of_layer_[n.layer]];
-  AttentionArgs args = group.args;
+  Work& work = self.works_[self.work_of_layer_[n.layer]];
+  AttentionArgs args = work.args;
   args.queries = static_cast<const float*>(out->src[0]->data);
   args.out = static_cast<float*>(out->data);
   args.pages = self.pages_[n.layer];
   NodeExecutor executor(self.next_attend_, worker, num_workers);
-  attend(args, group.plan, executor);
+  attend(args, work.plan, executor);
   if (worker == 0) {
     const int64_t row = out->ne[0], used = self.query_start_.back();
     std::memset(args.out + used * row, 0,

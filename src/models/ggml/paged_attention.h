@@ -43,7 +43,10 @@ class PagedAttention {
     PagedAttention* owner;
     int layer;
   };
-  struct Group {
+  // Layers of one group and page format share their work.
+  struct Work {
+    int group;
+    PageFormat key_format, value_format;
     AttentionPlan plan;
     AttentionArgs args;               // without queries, out and pages
     std::vector<int64_t> slots;       // [tokens]
@@ -53,17 +56,18 @@ class PagedAttention {
   static void run_store(ggml_tensor* out, int worker, int num_workers, void* node);
   static void run_attend(ggml_tensor* out, int worker, int num_workers, void* node);
   void check_pool(const PagePool& pool) const;
-  void prepare_group(int group, const StepBatch& batch);
+  size_t find_work(int group, const LayerPages& pages);
+  void prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch);
 
   const Hyperparameters& hp_;
   const std::vector<LayerGroupSpec>& groups_spec_;
   const int num_workers_;
-  std::vector<Node> nodes_;  // by layer
-  std::vector<Group> groups_;
+  std::vector<Node> nodes_;           // by layer
+  std::vector<Work> works_;           // kept between steps, for their memory
   std::vector<int32_t> query_start_;  // [sequences + 1]
   std::vector<int32_t> seq_lens_;     // [sequences]
   std::vector<LayerPages> pages_;     // by layer
-  std::vector<int> group_of_layer_;
+  std::vector<size_t> work_of_layer_;
   alignas(64) std::atomic<int64_t> next_store_{0};
   alignas(64) std::atomic<int64_t> next_attend_{0};
   alignas(64) std::atomic<int> failed_layer_{-1};

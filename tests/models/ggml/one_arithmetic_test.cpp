@@ -128,6 +128,34 @@ TEST(OneArithmetic, DoesNotDependOnWhichLogitsAreWanted) {
   feed(39, 1, 1);
 }
 
+// Layers of one group may store in different formats; the last layer's format shows in the bits, too.
+TEST(OneArithmetic, HoldsWhereLayersDifferInFormat) {
+  const auto model = load(model_path("llama-variants/untied.gguf"), 2);
+  const auto tokens = random_tokens(kTokens, 2);
+  const auto run = [&](PageFormat first, PageFormat second, size_t chunk) {
+    PagePoolOptions options = pool_options(model->info(), {});
+    auto& layers = options.groups[0].layers;
+    layers[0].key_format = layers[0].value_format = first;
+    layers[1].key_format = layers[1].value_format = second;
+    PagePool pool(options);
+    BlockTable table(pool);
+    std::vector<float> out;
+    for (size_t done = 0; done < tokens.size(); done += chunk) {
+      const auto part = std::span(tokens).subspan(done, std::min(chunk, tokens.size() - done));
+      table.append(static_cast<int64_t>(part.size()));
+      StepBatch batch;
+      batch.sequences.push_back({&table, part, static_cast<int32_t>(part.size())});
+      const auto logits = model->step(batch, pool);
+      out.insert(out.end(), logits.begin(), logits.end());
+    }
+    return out;
+  };
+  const auto mixed = run(PageFormat::kF32, PageFormat::kQ8, kTokens);
+  EXPECT_TRUE(run(PageFormat::kF32, PageFormat::kQ8, 7) == mixed);
+  EXPECT_FALSE(run(PageFormat::kF32, PageFormat::kF32, kTokens) == mixed);
+  EXPECT_FALSE(run(PageFormat::kQ8, PageFormat::kQ8, kTokens) == mixed);
+}
+
 std::string quantize(const std::string& source, llama_ftype type, const char* name) {
   const std::string target =
       (std::filesystem::temp_directory_path() /
