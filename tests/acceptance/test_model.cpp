@@ -69,7 +69,8 @@ Generation generate(Model& model, const std::vector<int32_t>& prompt, const RunC
   request.prompt = prompt;
   request.max_new_tokens = config.max_new_tokens;
   request.ignore_end = true;
-  request.logprobs = request.prompt_logprobs = true;
+  request.logprobs = true;
+  request.prompt_logprobs = config.prompt_logprobs;
   engine.submit(std::move(request), sink);
   while (engine.step()) {
   }

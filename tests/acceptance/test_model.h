@@ -21,6 +21,7 @@ struct RunConfig {
   int prefill_chunk = 512;
   KvSettings kv;
   int max_new_tokens = 16;
+  bool prompt_logprobs = true;
 };
 
 struct Generation {
