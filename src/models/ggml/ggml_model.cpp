@@ -75,12 +75,12 @@ class GgmlModel final : public Model {
   std::span<const float> step(const StepBatch& batch, PagePool& pool) override {
     const Counts counts = check_batch(batch);
     if (counts.tokens == 0) return {};
-    attention_->prepare(batch, pool);
     // Graphs of every number of rows are built as they come: a graph costs less than the rows that padding to
     // common sizes would add (SmolLM2: 0.3 ms against 3 ms and more a row).
     const int outputs = counts.outputs == 0 ? 0 : std::max(counts.outputs, arithmetic_.min_rows);
     StepGraph& graph = graphs_->get(std::max(counts.tokens, arithmetic_.min_rows), outputs);
     fill(graph, batch);
+    attention_->prepare(batch, pool);
     graphs_->run(graph);
     attention_->check();
     if (counts.outputs == 0) return {};

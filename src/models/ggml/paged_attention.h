@@ -25,7 +25,7 @@ class PagedAttention {
   PagedAttention(const PagedAttention&) = delete;  // nodes point into it
   PagedAttention& operator=(const PagedAttention&) = delete;
 
-  // Before each step: reads slots, pages and lengths of the batch and plans the work. Throws
+  // Last thing before each step: reads slots, pages and lengths of the batch and plans the work. Throws
   // std::invalid_argument when the pool is not of this model's shape.
   void prepare(const StepBatch& batch, const PagePool& pool);
 
