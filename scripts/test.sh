@@ -15,7 +15,6 @@ case ${1:-} in
 esac
 
 models=$root/build/test-models
-export PAGEDKV_TEST_MODELS=$models
 logs=$root/build/test-logs
 
 # newer TARGET SOURCE...: whether TARGET exists and is newer than all sources
@@ -60,8 +59,8 @@ run_tests() {
   shift
   say "tests of preset $preset"
   mkdir -p "$logs"
-  without_randomisation ctest --test-dir "$root/build/$preset" --no-tests=error --output-on-failure -j 2 "$@" \
-    2>&1 | tee "$logs/$preset.log"
+  (cd "$root" && without_randomisation ctest --preset "$preset" --no-tests=error -j 2 "$@") 2>&1 |
+    tee "$logs/$preset.log"
 }
 
 # The benchmark runs, and its JSON has what llama-bench's has.
@@ -91,7 +90,8 @@ fi
 bench_smoke || failed+=("benchmark")
 PAGEDKV_TEST_SCALE=10 run_tests ci || failed+=("ci")
 for preset in asan tsan; do
-  { build $preset && run_tests $preset; } || failed+=("$preset")
+  # Real models are for the ci preset: a sanitizer makes them many times slower and sees the same code in tiny ones.
+  { build $preset && run_tests $preset -E '^acceptance\.'; } || failed+=("$preset")
 done
 say "failed: ${failed[*]:-nothing}"
 for preset in tsan asan ci; do

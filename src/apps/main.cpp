@@ -43,8 +43,10 @@ int run_main(int argc, char** argv) {
   add_run(app, exit_code);
   add_bench(app, exit_code);
   auto args = rewrite_short_flags(argc, argv);
+  const auto subcommands = app.get_subcommands([](const CLI::App*) { return true; });
   if (!args.empty() && args[0].rfind('-', 0) != 0 &&
-      app.get_subcommand_no_throw(args[0]) == nullptr)
+      std::none_of(subcommands.begin(), subcommands.end(),
+                   [&](const CLI::App* sub) { return sub->check_name(args[0]); }))
     throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are run and bench");
   std::reverse(args.begin(), args.end());  // CLI11 takes them last first
   try {
