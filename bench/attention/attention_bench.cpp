@@ -28,14 +28,14 @@ struct Options {
 };
 
 constexpr const char* kTable[] = {
-    "heads=32/8 dims=128/128 seqs=32768:1:1",    // decode, long
-    "heads=9/3 dims=64/64 seqs=8192:1:1",        // decode, small model
-    "heads=32/32 dims=128/128 seqs=8192:1:1",    // decode, bound by memory
-    "heads=32/8 dims=128/128 seqs=4096:512:1",   // prefill
-    "heads=9/3 dims=64/64 seqs=4096:512:1",      // prefill, small model
-    "heads=32/8 dims=80/80 seqs=8192:1:1",       // head_dim 80
-    "heads=9/3 dims=64/64 seqs=8192:7:1",        // a few rows
-    "heads=9/3 dims=64/64 page=1 seqs=8192:1:1", // pages smaller than a tile
+    "heads=32/8 dims=128/128 seqs=32768:1:1",     // decode, long
+    "heads=9/3 dims=64/64 seqs=8192:1:1",         // decode, small model
+    "heads=32/32 dims=128/128 seqs=8192:1:1",     // decode, bound by memory
+    "heads=32/8 dims=128/128 seqs=4096:512:1",    // prefill
+    "heads=9/3 dims=64/64 seqs=4096:512:1",       // prefill, small model
+    "heads=32/8 dims=80/80 seqs=8192:1:1",        // head_dim 80
+    "heads=9/3 dims=64/64 seqs=8192:7:1",         // a few rows
+    "heads=9/3 dims=64/64 page=1 seqs=8192:1:1",  // pages smaller than a tile
 };
 
 Options parse(int argc, char** argv) {
@@ -46,13 +46,20 @@ Options parse(int argc, char** argv) {
   };
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    if (word == "--case") o.cases.push_back(next(i));
-    else if (word == "--set") o.set = next(i);
-    else if (word == "--format") o.format = next(i);
-    else if (word == "--threads") o.threads = std::stoi(next(i));
-    else if (word == "--runs") o.runs = std::stoi(next(i));
-    else if (word == "--no-check") o.check = false;
-    else throw std::invalid_argument("unknown option " + word);
+    if (word == "--case")
+      o.cases.push_back(next(i));
+    else if (word == "--set")
+      o.set = next(i);
+    else if (word == "--format")
+      o.format = next(i);
+    else if (word == "--threads")
+      o.threads = std::stoi(next(i));
+    else if (word == "--runs")
+      o.runs = std::stoi(next(i));
+    else if (word == "--no-check")
+      o.check = false;
+    else
+      throw std::invalid_argument("unknown option " + word);
   }
   if (!o.cases.empty()) return o;
   for (const char* format : {"f16", "q8"})
@@ -104,7 +111,8 @@ double visible_tokens(const AttentionCase& c) {  // summed over rows
   return sum;
 }
 
-void time_case(const Options& o, const std::string& text, AttentionProblem& problem, const KernelSet& set) {
+void time_case(const Options& o, const std::string& text, AttentionProblem& problem,
+               const KernelSet& set) {
   const AttentionCase& c = problem.spec();
   ThreadPool pool(o.threads);
   std::vector<float> out(int64_t{c.num_tokens()} * c.num_q_heads * c.value_dim);
@@ -121,20 +129,26 @@ void time_case(const Options& o, const std::string& text, AttentionProblem& prob
     set.attend(args, plan.impl(), pool);
     if (i == 0) continue;
     cpu_ms.push_back(thread_cpu_ms() - cpu_start);
-    ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
+    ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+                     .count());
   }
   std::sort(ms.begin(), ms.end());
   std::sort(cpu_ms.begin(), cpu_ms.end());
-  const double median = ms[ms.size() / 2], flop = 2.0 * (c.key_dim + c.value_dim) * c.num_q_heads * visible_tokens(c);
+  const double median = ms[ms.size() / 2],
+               flop = 2.0 * (c.key_dim + c.value_dim) * c.num_q_heads * visible_tokens(c);
   double tokens = 0;
   for (const Sequence& s : c.sequences) tokens += s.seq_len;
-  const double bytes = tokens * c.num_kv_heads *
-                       (row_bytes(c.key_format, c.key_dim) + row_bytes(c.value_format, c.value_dim) +
-                        4 * has_scales(c.key_format) + 4 * has_scales(c.value_format));
-  std::printf("{\"set\": \"%s\", \"threads\": %d, \"case\": \"%s\", \"ms\": %.4f, \"ms_min\": %.4f, \"ms_max\": %.4f, \"cpu_ms\": %.4f, "
-              "\"gflops\": %.1f, \"gb_per_s\": %.2f, \"runs\": %d, \"checked\": %s, \"compiler\": \"%s\"}\n",
-              set.name, o.threads, text.c_str(), median, ms.front(), ms.back(), cpu_ms[cpu_ms.size() / 2], flop / median / 1e6,
-              bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__);
+  const double bytes =
+      tokens * c.num_kv_heads *
+      (row_bytes(c.key_format, c.key_dim) + row_bytes(c.value_format, c.value_dim) +
+       4 * has_scales(c.key_format) + 4 * has_scales(c.value_format));
+  std::printf(
+      "{\"set\": \"%s\", \"threads\": %d, \"case\": \"%s\", \"ms\": %.4f, \"ms_min\": %.4f, "
+      "\"ms_max\": %.4f, \"cpu_ms\": %.4f, "
+      "\"gflops\": %.1f, \"gb_per_s\": %.2f, \"runs\": %d, \"checked\": %s, \"compiler\": "
+      "\"%s\"}\n",
+      set.name, o.threads, text.c_str(), median, ms.front(), ms.back(), cpu_ms[cpu_ms.size() / 2],
+      flop / median / 1e6, bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__);
   std::fflush(stdout);
 }
 
@@ -145,7 +159,8 @@ int main(int argc, char** argv) try {
   for (const std::string& text : o.cases) {
     AttentionProblem problem(AttentionCase::parse(text));
     for (const KernelSet* set : supported_sets())
-      if (o.set.empty() ? set != &reference_set() : o.set == set->name) time_case(o, text, problem, *set);
+      if (o.set.empty() ? set != &reference_set() : o.set == set->name)
+        time_case(o, text, problem, *set);
   }
 } catch (const std::exception& error) {
   std::fprintf(stderr, "attention_bench: %s\n", error.what());

@@ -26,12 +26,14 @@ inline uint16_t float_to_half(float value) noexcept {
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00 | ((bits >> 13) & 0x3ff));
   if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and above
-  if (bits < 0x38800000) {                                              // below 2^-14: a denormal half
+  if (bits < 0x38800000) {  // below 2^-14: a denormal half
     const uint32_t shift = 126 - (bits >> 23);
     if (shift > 24) return static_cast<uint16_t>(sign);
     const uint32_t mantissa = (bits & 0x7fffff) | 0x800000;
-    const uint32_t steps = mantissa >> shift, rest = mantissa & ((1u << shift) - 1), middle = 1u << (shift - 1);
-    return static_cast<uint16_t>(sign | (steps + (rest > middle || (rest == middle && (steps & 1)))));
+    const uint32_t steps = mantissa >> shift, rest = mantissa & ((1u << shift) - 1),
+                   middle = 1u << (shift - 1);
+    return static_cast<uint16_t>(sign |
+                                 (steps + (rest > middle || (rest == middle && (steps & 1)))));
   }
   bits += 0xfff + ((bits >> 13) & 1);
   return static_cast<uint16_t>(sign | (bits - 0x38000000) >> 13);

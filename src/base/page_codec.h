@@ -93,11 +93,15 @@ struct Q8Page {
 template <class F>
 decltype(auto) with_page_format(PageFormat format, F&& f) {
   switch (format) {
-    case PageFormat::kF32: return f(F32Page{});
-    case PageFormat::kF16: return f(F16Page{});
-    case PageFormat::kQ8: return f(Q8Page{});
+    case PageFormat::kF32:
+      return f(F32Page{});
+    case PageFormat::kF16:
+      return f(F16Page{});
+    case PageFormat::kQ8:
+      return f(Q8Page{});
   }
-  throw std::invalid_argument("page format " + std::to_string(static_cast<int>(format)) + ": unknown");
+  throw std::invalid_argument("page format " + std::to_string(static_cast<int>(format)) +
+                              ": unknown");
 }
 
 }  // namespace pagedkv

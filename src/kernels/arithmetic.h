@@ -23,8 +23,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // a polynomial on [-0.5, 0.5] (0.952 ulp at most over [-125, 0]). Below -125 the result is +0.
 constexpr float kExp2Magic = 12583039.0f;  // 1.5 * 2^23 + 127
 constexpr float kExp2Min = -125.0f;
-constexpr float kExp2Coefficients[] = {0.00015353362f, 0.0013398875f, 0.00961843692f, 0.0555033237f,
-                                       0.240226477f,   0.693147182f,  1.0f};
+constexpr float kExp2Coefficients[] = {
+    0.00015353362f, 0.0013398875f, 0.00961843692f, 0.0555033237f, 0.240226477f, 0.693147182f, 1.0f};
 
 inline float exp2_nonpositive(float x) noexcept {
   if (x < kExp2Min) return 0.0f;  // false for a NaN, which the product keeps
@@ -47,11 +47,12 @@ inline float add_lanes(const float* lanes) noexcept {
 struct ScoreRule {
   float query_factor;  // every query element is multiplied by it once
   bool softcap;
-  float cap;           // cap * log2 e
+  float cap;  // cap * log2 e
   static constexpr float kTanh = static_cast<float>(-2.0 * kLog2e);
 
   ScoreRule(float scale, float logit_softcap) noexcept
-      : query_factor(static_cast<float>(logit_softcap > 0 ? double{scale} / logit_softcap : scale * kLog2e)),
+      : query_factor(
+            static_cast<float>(logit_softcap > 0 ? double{scale} / logit_softcap : scale * kLog2e)),
         softcap(logit_softcap > 0),
         cap(static_cast<float>(logit_softcap * kLog2e)) {}
 
@@ -73,7 +74,8 @@ inline double log2_positive(double x) noexcept {
   }
   const double r = (m - 1) / (m + 1), r2 = r * r;
   double sum = 0;
-  for (int k = 21; k >= 1; k -= 2) sum = sum * r2 + 1.0 / k;  // r2 < 0.03: what follows is below 1e-17
+  for (int k = 21; k >= 1; k -= 2)
+    sum = sum * r2 + 1.0 / k;  // r2 < 0.03: what follows is below 1e-17
   return exponent + 2 * kLog2e * (sum * r);
 }
 

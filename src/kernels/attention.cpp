@@ -13,7 +13,8 @@ bool all_finite(const float* x, int64_t count) noexcept {
   return true;
 }
 
-bool token_storable(const PageArray& array, int num_kv_heads, const float* rows, int64_t token) noexcept {
+bool token_storable(const PageArray& array, int num_kv_heads, const float* rows,
+                    int64_t token) noexcept {
   const int64_t row_floats = int64_t{num_kv_heads} * array.head_dim;
   return !has_scales(array.format) || all_finite(rows + token * row_floats, row_floats);
 }
@@ -24,7 +25,9 @@ void attend(const AttentionArgs& args, AttentionPlan& plan, Executor& executor) 
   kernels().attend(args, plan.impl(), executor);
 }
 
-bool store(const StoreArgs& args, Executor& executor) noexcept { return kernels().store(args, executor); }
+bool store(const StoreArgs& args, Executor& executor) noexcept {
+  return kernels().store(args, executor);
+}
 
 bool storable(const StoreArgs& args) noexcept {
   const LayerPages& p = args.pages;

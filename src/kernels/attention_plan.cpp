@@ -20,7 +20,9 @@ constexpr int kItemsPerWorker = 8;
 // Rows x tokens below which an item is not worth another: some 25 us at head_dim 128.
 constexpr int64_t kMinItemCost = 4096;
 
-[[noreturn]] void fail(const std::string& text) { throw std::invalid_argument("attention: " + text); }
+[[noreturn]] void fail(const std::string& text) {
+  throw std::invalid_argument("attention: " + text);
+}
 
 std::string str(int64_t value) { return std::to_string(value); }
 
@@ -28,20 +30,25 @@ void check_layout(const AttentionArgs& args) {
   const LayerPages& p = args.pages;
   check_head_dim(p.keys.format, p.keys.head_dim);
   check_head_dim(p.values.format, p.values.head_dim);
-  if (p.page_size < 1 || p.page_size > 256) fail("page_size " + str(p.page_size) + ": must be in 1..256");
+  if (p.page_size < 1 || p.page_size > 256)
+    fail("page_size " + str(p.page_size) + ": must be in 1..256");
   if (p.num_kv_heads < 1) fail("num_kv_heads " + str(p.num_kv_heads) + ": must be at least 1");
   if (args.num_q_heads < 1 || args.num_q_heads % p.num_kv_heads != 0)
-    fail("num_q_heads " + str(args.num_q_heads) + ": must be a multiple of num_kv_heads " + str(p.num_kv_heads));
+    fail("num_q_heads " + str(args.num_q_heads) + ": must be a multiple of num_kv_heads " +
+         str(p.num_kv_heads));
   if (!std::isfinite(args.scale)) fail("scale is not finite");
   if (!(args.logit_softcap >= 0) || !std::isfinite(args.logit_softcap))
-    fail("logit_softcap " + std::to_string(args.logit_softcap) + ": must be finite and not negative");
-  if (args.sliding_window < 0) fail("sliding_window " + str(args.sliding_window) + ": must not be negative");
+    fail("logit_softcap " + std::to_string(args.logit_softcap) +
+         ": must be finite and not negative");
+  if (args.sliding_window < 0)
+    fail("sliding_window " + str(args.sliding_window) + ": must not be negative");
 }
 
 void check_sequences(const AttentionArgs& args) {
   if (args.num_seqs < 0) fail("num_seqs " + str(args.num_seqs) + ": must not be negative");
   if (!args.query_start) fail("query_start is null");
-  if (args.query_start[0] != 0) fail("query_start[0] is " + str(args.query_start[0]) + ": must be 0");
+  if (args.query_start[0] != 0)
+    fail("query_start[0] is " + str(args.query_start[0]) + ": must be 0");
   if (args.num_seqs > 0 && !args.seq_lens) fail("seq_lens is null");
   int64_t longest = 0;
   for (int s = 0; s < args.num_seqs; ++s) {
@@ -50,21 +57,23 @@ void check_sequences(const AttentionArgs& args) {
     if (query_len < 0) fail("query_start falls at sequence " + str(s));
     if (seq_len < 0) fail("seq_lens[" + str(s) + "] is " + str(seq_len) + ": must not be negative");
     if (seq_len > 0 && query_len > seq_len)
-      fail("sequence " + str(s) + " has " + str(query_len) + " query rows but holds " + str(seq_len) +
-           " tokens: rows are its newest tokens");
+      fail("sequence " + str(s) + " has " + str(query_len) + " query rows but holds " +
+           str(seq_len) + " tokens: rows are its newest tokens");
     longest = std::max(longest, seq_len);
   }
   const int64_t pages = (longest + args.pages.page_size - 1) / args.pages.page_size;
   if (longest > 0 && !args.block_table) fail("block_table is null");
   if (args.block_table_stride < pages)
-    fail("block_table_stride " + str(args.block_table_stride) + ": a sequence of " + str(longest) + " tokens needs " +
-         str(pages) + " pages");
+    fail("block_table_stride " + str(args.block_table_stride) + ": a sequence of " + str(longest) +
+         " tokens needs " + str(pages) + " pages");
   if (args.mask && args.mask_stride < longest)
-    fail("mask_stride " + str(args.mask_stride) + ": the longest sequence holds " + str(longest) + " tokens");
+    fail("mask_stride " + str(args.mask_stride) + ": the longest sequence holds " + str(longest) +
+         " tokens");
 }
 
 int lanes_of(const PageArray& pages) {
-  return with_page_format(pages.format, [&](auto format) { return decltype(format)::num_lanes(pages.head_dim); });
+  return with_page_format(pages.format,
+                          [&](auto format) { return decltype(format)::num_lanes(pages.head_dim); });
 }
 
 }  // namespace
@@ -74,7 +83,9 @@ AttentionPlan::~AttentionPlan() = default;
 AttentionPlan::AttentionPlan(AttentionPlan&&) noexcept = default;
 AttentionPlan& AttentionPlan::operator=(AttentionPlan&&) noexcept = default;
 
-int64_t AttentionPlan::num_items() const noexcept { return static_cast<int64_t>(impl_->items.size()); }
+int64_t AttentionPlan::num_items() const noexcept {
+  return static_cast<int64_t>(impl_->items.size());
+}
 
 void AttentionPlan::prepare(const AttentionArgs& args, int num_workers) {
   kernels();  // a bad PAGEDKV_KERNELS shows here: attend() cannot throw
@@ -96,25 +107,31 @@ void AttentionPlan::Impl::add_jobs(const AttentionArgs& args) {
   for (;; tile_rows /= 2) {
     jobs.clear();
     int64_t most_items = 0;
-    for (int s = 0; s < args.num_seqs; ++s) add_sequence(args, s, std::max(1, tile_rows / queries_per_kv));
-    for (const Job& job : jobs) most_items += std::max(1, job.num_partitions) * int64_t{job.num_heads};
-    if (tile_rows <= kMinTileRows || num_workers == 1 || most_items >= int64_t{num_workers} * kItemsPerWorker) return;
+    for (int s = 0; s < args.num_seqs; ++s)
+      add_sequence(args, s, std::max(1, tile_rows / queries_per_kv));
+    for (const Job& job : jobs)
+      most_items += std::max(1, job.num_partitions) * int64_t{job.num_heads};
+    if (tile_rows <= kMinTileRows || num_workers == 1 ||
+        most_items >= int64_t{num_workers} * kItemsPerWorker)
+      return;
   }
 }
 
-void AttentionPlan::Impl::add_sequence(const AttentionArgs& args, int sequence, int queries_per_tile) {
+void AttentionPlan::Impl::add_sequence(const AttentionArgs& args, int sequence,
+                                       int queries_per_tile) {
   const int query_len = args.query_start[sequence + 1] - args.query_start[sequence];
   const int64_t seq_len = args.seq_lens[sequence], first_position = seq_len - query_len;
   const LayerPages& p = args.pages;
-  const bool direct = query_len == 1 && queries_per_kv <= kMaxDirectQueries && key_lanes == p.keys.head_dim &&
-                      value_lanes == p.values.head_dim;
+  const bool direct = query_len == 1 && queries_per_kv <= kMaxDirectQueries &&
+                      key_lanes == p.keys.head_dim && value_lanes == p.values.head_dim;
   const int heads = direct ? p.num_kv_heads : 1;
   for (int q = 0; q < query_len; q += queries_per_tile) {
     const int num_queries = std::min(queries_per_tile, query_len - q);
     const TokenRange first = visible_range(args, seq_len, first_position + q);
     const TokenRange last = visible_range(args, seq_len, first_position + q + num_queries - 1);
     const int from = static_cast<int>(first.first / kPartition);
-    const int to = last.empty() ? from : static_cast<int>((last.last + kPartition - 1) / kPartition);
+    const int to =
+        last.empty() ? from : static_cast<int>((last.last + kPartition - 1) / kPartition);
     for (int h = 0; h < p.num_kv_heads; h += heads)
       jobs.push_back({sequence, q, num_queries, h, heads, from, to - from, direct, 1, -1});
   }
@@ -128,7 +145,9 @@ void AttentionPlan::Impl::add_items() {
   items.clear();
   int64_t total = 0;
   for (const Job& job : jobs) total += cost(job);
-  const int64_t target = num_workers == 1 ? INT64_MAX : std::max(total / (num_workers * kItemsPerWorker), kMinItemCost);
+  const int64_t target = num_workers == 1
+                             ? INT64_MAX
+                             : std::max(total / (num_workers * kItemsPerWorker), kMinItemCost);
   for (int32_t j = 0, n = static_cast<int32_t>(jobs.size()); j < n; ++j) split(j, target);
   // Dearest first, so that the last items drawn are short; else in order, so that pages are read as they lie.
   std::sort(items.begin(), items.end(), [](const WorkItem& a, const WorkItem& b) {
@@ -141,8 +160,10 @@ void AttentionPlan::Impl::add_items() {
 void AttentionPlan::Impl::split(int32_t job, int64_t target) {
   const Job whole = jobs[job];
   const int64_t pieces = (cost(whole) - 1) / target + 1;
-  const int chunks = static_cast<int>(std::clamp<int64_t>(pieces, 1, std::max(1, whole.num_partitions)));
-  const int ranges = static_cast<int>(std::min<int64_t>((pieces - 1) / chunks + 1, whole.num_heads));
+  const int chunks =
+      static_cast<int>(std::clamp<int64_t>(pieces, 1, std::max(1, whole.num_partitions)));
+  const int ranges =
+      static_cast<int>(std::min<int64_t>((pieces - 1) / chunks + 1, whole.num_heads));
   for (int r = 0; r < ranges; ++r) {
     const int32_t at = r == 0 ? job : static_cast<int32_t>(jobs.size());
     if (r > 0) jobs.push_back(whole);
@@ -152,7 +173,8 @@ void AttentionPlan::Impl::split(int32_t job, int64_t target) {
     part.num_heads = to - from;
     part.num_items = chunks;
     for (int c = 0; c < chunks; ++c) {
-      const int begin = whole.num_partitions * c / chunks, end = whole.num_partitions * (c + 1) / chunks;
+      const int begin = whole.num_partitions * c / chunks,
+                end = whole.num_partitions * (c + 1) / chunks;
       add_item(at, whole.first_partition + begin, end - begin);
     }
   }

@@ -39,12 +39,14 @@ class FloatBuffer {
 
 struct Job {
   int32_t sequence;
-  int32_t first_query, num_queries;        // query rows, counted within the sequence
-  int32_t first_head, num_heads;           // kv heads; 1 unless direct
-  int32_t first_partition, num_partitions; // those with a token that some row may see (array mask aside)
-  bool direct;                             // one query row, read straight from the pages: see cpu/attention.cpp
+  int32_t first_query, num_queries;  // query rows, counted within the sequence
+  int32_t first_head, num_heads;     // kv heads; 1 unless direct
+  int32_t first_partition,
+      num_partitions;  // those with a token that some row may see (array mask aside)
+  bool direct;         // one query row, read straight from the pages: see cpu/attention.cpp
   int32_t num_items;
-  int64_t partials;                        // first float of its states, [num_partitions, rows, state_stride]; -1: one item
+  int64_t
+      partials;  // first float of its states, [num_partitions, rows, state_stride]; -1: one item
 };
 
 struct WorkItem {
@@ -87,9 +89,12 @@ struct AttentionPlan::Impl {
   int64_t scratch_floats = 0;  // of one worker
 
   int state_stride() const noexcept { return value_lanes + kStateTail; }
-  int rows(const Job& job) const noexcept { return job.num_queries * job.num_heads * queries_per_kv; }
+  int rows(const Job& job) const noexcept {
+    return job.num_queries * job.num_heads * queries_per_kv;
+  }
   float* partial_state(const Job& job, int partition) const noexcept {
-    return partials.data() + job.partials + int64_t{partition - job.first_partition} * rows(job) * state_stride();
+    return partials.data() + job.partials +
+           int64_t{partition - job.first_partition} * rows(job) * state_stride();
   }
   WorkerScratch worker_scratch(int worker) const noexcept;
 

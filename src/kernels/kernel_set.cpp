@@ -12,8 +12,8 @@
 namespace pagedkv {
 namespace {
 
-constexpr KernelSet kReference = {"reference", "nothing", +[]() noexcept { return true; }, reference::attend,
-                                  reference::store};
+constexpr KernelSet kReference = {"reference", "nothing", +[]() noexcept { return true; },
+                                  reference::attend, reference::store};
 
 const std::vector<KernelSet>& all_sets() {
   static const std::vector<KernelSet> sets = [] {
@@ -26,14 +26,16 @@ const std::vector<KernelSet>& all_sets() {
 
 std::string set_names() {
   std::string names;
-  for (const KernelSet& set : all_sets()) names += (names.empty() ? "" : ", ") + std::string(set.name);
+  for (const KernelSet& set : all_sets())
+    names += (names.empty() ? "" : ", ") + std::string(set.name);
   return names;
 }
 
 const KernelSet& find(std::string_view name) {
   for (const KernelSet& set : all_sets())
     if (name == set.name) return set;
-  throw std::invalid_argument("kernel set \"" + std::string(name) + "\": this build has " + set_names());
+  throw std::invalid_argument("kernel set \"" + std::string(name) + "\": this build has " +
+                              set_names());
 }
 
 // Names in PAGEDKV_KERNELS_HIDE count as unsupported, so that tests can be a lesser CPU.
@@ -56,8 +58,9 @@ bool usable(const KernelSet& set) { return set.supported() && !hidden(set); }
 const KernelSet& usable_set(std::string_view name) {
   const KernelSet& set = find(name);
   if (!usable(set))
-    throw std::invalid_argument("kernel set \"" + std::string(name) + "\": this CPU lacks what it needs (" + set.needs +
-                                ")" + (set.supported() ? ", says PAGEDKV_KERNELS_HIDE" : ""));
+    throw std::invalid_argument("kernel set \"" + std::string(name) +
+                                "\": this CPU lacks what it needs (" + set.needs + ")" +
+                                (set.supported() ? ", says PAGEDKV_KERNELS_HIDE" : ""));
   return set;
 }
 
@@ -66,11 +69,13 @@ const KernelSet& best_set() {
   for (const KernelSet& set : all_sets()) {
     const bool is_reference = set.attend == reference::attend;
     if (!is_reference && usable(set)) return set;
-    if (!is_reference) missing += (missing.empty() ? "" : "; ") + std::string(set.name) + " needs " + set.needs;
+    if (!is_reference)
+      missing += (missing.empty() ? "" : "; ") + std::string(set.name) + " needs " + set.needs;
   }
-  warn_once("kernels.reference", "slow reference kernels are in use: " +
-                                     (missing.empty() ? "this build has no others" : "no other set fits this CPU (" +
-                                                                                         missing + ")"));
+  warn_once("kernels.reference",
+            "slow reference kernels are in use: " +
+                (missing.empty() ? "this build has no others"
+                                 : "no other set fits this CPU (" + missing + ")"));
   return all_sets().back();
 }
 
@@ -99,6 +104,8 @@ const KernelSet& kernels() {
   return *set;
 }
 
-void select_kernels(std::string_view name) { g_active.store(&usable_set(name), std::memory_order_release); }
+void select_kernels(std::string_view name) {
+  g_active.store(&usable_set(name), std::memory_order_release);
+}
 
 }  // namespace pagedkv

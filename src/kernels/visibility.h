@@ -15,10 +15,12 @@ struct TokenRange {
 };
 
 // The range that length, causality and window leave to the row at `position`.
-inline TokenRange visible_range(const AttentionArgs& args, int64_t seq_len, int64_t position) noexcept {
+inline TokenRange visible_range(const AttentionArgs& args, int64_t seq_len,
+                                int64_t position) noexcept {
   TokenRange range{0, seq_len};
   if (args.causal || args.sliding_window > 0) range.last = std::min(range.last, position + 1);
-  if (args.sliding_window > 0) range.first = std::max<int64_t>(0, position + 1 - args.sliding_window);
+  if (args.sliding_window > 0)
+    range.first = std::max<int64_t>(0, position + 1 - args.sliding_window);
   range.last = std::max(range.last, range.first);
   return range;
 }

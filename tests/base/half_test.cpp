@@ -33,7 +33,8 @@ TEST(Half, ValuesAreThoseOfTheStandard) {
 // Between each pair of neighbours: the middle goes to the even one, everything else to the nearer.
 TEST(Half, RoundsToNearestEven) {
   for (uint16_t h = 0; h < 0x7bff; ++h) {
-    const float low = half_to_float(h), high = half_to_float(h + 1), middle = low + (high - low) / 2;
+    const float low = half_to_float(h), high = half_to_float(h + 1),
+                middle = low + (high - low) / 2;
     ASSERT_EQ(float_to_half(middle), h % 2 ? h + 1 : h) << h;
     ASSERT_EQ(float_to_half(std::nextafter(middle, low)), h);
     ASSERT_EQ(float_to_half(std::nextafter(middle, high)), h + 1);

@@ -17,7 +17,8 @@ struct StoredRow {
 StoredRow store_q8(const std::vector<float>& x) {
   StoredRow r;
   r.codes.assign(x.size(), 99);
-  r.ok = Q8Page::store_row(x.data(), static_cast<int>(x.size()), reinterpret_cast<std::byte*>(r.codes.data()), &r.scale);
+  r.ok = Q8Page::store_row(x.data(), static_cast<int>(x.size()),
+                           reinterpret_cast<std::byte*>(r.codes.data()), &r.scale);
   return r;
 }
 
@@ -31,7 +32,8 @@ TEST(PageCodec, Q8ScalesByTheLargestMagnitude) {
 TEST(PageCodec, Q8DividesByTheScale) {  // x * (1 / s) would give other codes here
   int differ = 0;
   for (int i = 1; i < 2000; ++i) {
-    const float amax = 0.37f + 1e-3f * static_cast<float>(i), x = 0.5f * (amax / 127.0f) * static_cast<float>(2 * (i % 60) + 1);
+    const float amax = 0.37f + 1e-3f * static_cast<float>(i),
+                x = 0.5f * (amax / 127.0f) * static_cast<float>(2 * (i % 60) + 1);
     const StoredRow r = store_q8({amax, x});
     EXPECT_EQ(r.codes[1], static_cast<int8_t>(std::nearbyint(x / r.scale)));
     differ += r.codes[1] != static_cast<int8_t>(std::nearbyint(x * (1.0f / r.scale)));
@@ -40,7 +42,8 @@ TEST(PageCodec, Q8DividesByTheScale) {  // x * (1 / s) would give other codes he
 }
 
 TEST(PageCodec, Q8HasASmallestScale) {
-  const StoredRow zeros = store_q8({0.0f, -0.0f}), tiny = store_q8({1e-30f, 0.4e-6f}), tie = store_q8({0.5e-6f, 1.5e-6f});
+  const StoredRow zeros = store_q8({0.0f, -0.0f}), tiny = store_q8({1e-30f, 0.4e-6f}),
+                  tie = store_q8({0.5e-6f, 1.5e-6f});
   EXPECT_EQ(zeros.scale, 1e-6f);
   EXPECT_EQ(zeros.codes, (std::vector<int8_t>{0, 0}));
   EXPECT_EQ(tiny.codes, (std::vector<int8_t>{0, 0}));

@@ -15,8 +15,10 @@ TEST(PageFormat, NamesReadBack) {
 TEST(PageFormat, KnowsFamiliarSpellings) {
   for (const char* word : {"f16", "F16", "float16", "fp16", "half", "off"})
     EXPECT_EQ(parse_page_format(word), PageFormat::kF16) << word;
-  for (const char* word : {"q8", "Q8_0", "q8-0", "int8"}) EXPECT_EQ(parse_page_format(word), PageFormat::kQ8) << word;
-  for (const char* word : {"f32", "fp32", "Float32"}) EXPECT_EQ(parse_page_format(word), PageFormat::kF32) << word;
+  for (const char* word : {"q8", "Q8_0", "q8-0", "int8"})
+    EXPECT_EQ(parse_page_format(word), PageFormat::kQ8) << word;
+  for (const char* word : {"f32", "fp32", "Float32"})
+    EXPECT_EQ(parse_page_format(word), PageFormat::kF32) << word;
 }
 
 TEST(PageFormat, AnUnknownWordIsNamedBesideWhatExists) {
@@ -31,7 +33,8 @@ TEST(PageFormat, AnUnknownWordIsNamedBesideWhatExists) {
 
 TEST(PageFormat, LimitsHeadDim) {
   for (int dim : {1, 80, 512}) EXPECT_NO_THROW(check_head_dim(PageFormat::kF16, dim));
-  for (int dim : {-1, 0, 513}) EXPECT_THROW(check_head_dim(PageFormat::kQ8, dim), std::invalid_argument);
+  for (int dim : {-1, 0, 513})
+    EXPECT_THROW(check_head_dim(PageFormat::kQ8, dim), std::invalid_argument);
 }
 
 }  // namespace

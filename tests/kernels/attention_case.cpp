@@ -25,12 +25,15 @@ constexpr PageId kNoPage = 1 << 29;
 
 // Element e of row `token` of a sequence's content: the same wherever the token is stored and whatever else the call holds.
 std::vector<float> content_row(uint64_t content, int kind, int token, int64_t count) {
-  return data((content * 3 + kind) * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(token) * 0xbf58476d1ce4e5b9u, count);
+  return data((content * 3 + kind) * 0x9e3779b97f4a7c15u +
+                  static_cast<uint64_t>(token) * 0xbf58476d1ce4e5b9u,
+              count);
 }
 
 void check_guards(const std::vector<float>& padded, AttentionOutput* output) {
   for (int i = 0; i < kGuard; ++i)
-    if (padded[i] != kGuardValue || padded[padded.size() - 1 - i] != kGuardValue) output->guards_intact = false;
+    if (padded[i] != kGuardValue || padded[padded.size() - 1 - i] != kGuardValue)
+      output->guards_intact = false;
 }
 
 }  // namespace
@@ -58,12 +61,14 @@ int AttentionCase::num_tokens() const {
 
 std::string AttentionCase::text() const {
   std::ostringstream o;
-  o << "keys=" << page_format_name(key_format) << " values=" << page_format_name(value_format) << " heads="
-    << num_q_heads << '/' << num_kv_heads << " dims=" << key_dim << '/' << value_dim << " page=" << page_size
-    << " causal=" << causal << " window=" << window << " softcap=" << softcap << " sinks=" << sinks << " mask=" << mask
+  o << "keys=" << page_format_name(key_format) << " values=" << page_format_name(value_format)
+    << " heads=" << num_q_heads << '/' << num_kv_heads << " dims=" << key_dim << '/' << value_dim
+    << " page=" << page_size << " causal=" << causal << " window=" << window
+    << " softcap=" << softcap << " sinks=" << sinks << " mask=" << mask
     << " amplitude=" << query_amplitude << " seqs=";
   for (size_t i = 0; i < sequences.size(); ++i)
-    o << (i ? "," : "") << sequences[i].seq_len << ':' << sequences[i].query_len << ':' << sequences[i].content;
+    o << (i ? "," : "") << sequences[i].seq_len << ':' << sequences[i].query_len << ':'
+      << sequences[i].content;
   return o.str();
 }
 
@@ -72,21 +77,33 @@ AttentionCase AttentionCase::parse(const std::string& text) {
   std::istringstream words(text);
   for (std::string word; words >> word;) {
     const size_t equals = word.find('=');
-    if (equals == std::string::npos) throw std::invalid_argument("case: no '=' in \"" + word + "\"");
+    if (equals == std::string::npos)
+      throw std::invalid_argument("case: no '=' in \"" + word + "\"");
     const std::string name = word.substr(0, equals);
     std::istringstream value(word.substr(equals + 1));
     char separator;
-    if (name == "keys") c.key_format = parse_page_format(value.str());
-    else if (name == "values") c.value_format = parse_page_format(value.str());
-    else if (name == "heads") value >> c.num_q_heads >> separator >> c.num_kv_heads;
-    else if (name == "dims") value >> c.key_dim >> separator >> c.value_dim;
-    else if (name == "page") value >> c.page_size;
-    else if (name == "causal") value >> c.causal;
-    else if (name == "window") value >> c.window;
-    else if (name == "softcap") value >> c.softcap;
-    else if (name == "sinks") value >> c.sinks;
-    else if (name == "mask") value >> c.mask;
-    else if (name == "amplitude") value >> c.query_amplitude;
+    if (name == "keys")
+      c.key_format = parse_page_format(value.str());
+    else if (name == "values")
+      c.value_format = parse_page_format(value.str());
+    else if (name == "heads")
+      value >> c.num_q_heads >> separator >> c.num_kv_heads;
+    else if (name == "dims")
+      value >> c.key_dim >> separator >> c.value_dim;
+    else if (name == "page")
+      value >> c.page_size;
+    else if (name == "causal")
+      value >> c.causal;
+    else if (name == "window")
+      value >> c.window;
+    else if (name == "softcap")
+      value >> c.softcap;
+    else if (name == "sinks")
+      value >> c.sinks;
+    else if (name == "mask")
+      value >> c.mask;
+    else if (name == "amplitude")
+      value >> c.query_amplitude;
     else if (name == "seqs")
       for (std::string part; std::getline(value, part, ',');) {
         Sequence s;
@@ -94,7 +111,8 @@ AttentionCase AttentionCase::parse(const std::string& text) {
         fields >> s.seq_len >> separator >> s.query_len >> separator >> s.content;
         c.sequences.push_back(s);
       }
-    else throw std::invalid_argument("case: unknown name \"" + name + "\"");
+    else
+      throw std::invalid_argument("case: unknown name \"" + name + "\"");
   }
   return c;
 }
@@ -132,7 +150,8 @@ PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
     for (int64_t i = 0; i < pages_of[s]; ++i) table_[s * stride_ + i] = ids[next++];
     if (c.window > 0) {  // pages before every row's window are gone
       const int64_t first = c.sequences[s].seq_len - c.sequences[s].query_len + 1 - c.window;
-      for (int64_t i = 0; i < pages_of[s] && (i + 1) * c.page_size <= first; ++i) table_[s * stride_ + i] = -kNoPage;
+      for (int64_t i = 0; i < pages_of[s] && (i + 1) * c.page_size <= first; ++i)
+        table_[s * stride_ + i] = -kNoPage;
     }
   }
   const int64_t rows = total * c.page_size * c.num_kv_heads;
@@ -145,14 +164,16 @@ PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
 }
 
 int64_t PagedTokens::slot(int sequence, int token) const {
-  return int64_t{table_[sequence * stride_ + token / case_.page_size]} * case_.page_size + token % case_.page_size;
+  return int64_t{table_[sequence * stride_ + token / case_.page_size]} * case_.page_size +
+         token % case_.page_size;
 }
 
 LayerPages PagedTokens::pages() {
   LayerPages p;
-  p.keys = {keys_.data(), has_scales(case_.key_format) ? key_scales_.data() : nullptr, case_.key_format, case_.key_dim};
-  p.values = {values_.data(), has_scales(case_.value_format) ? value_scales_.data() : nullptr, case_.value_format,
-              case_.value_dim};
+  p.keys = {keys_.data(), has_scales(case_.key_format) ? key_scales_.data() : nullptr,
+            case_.key_format, case_.key_dim};
+  p.values = {values_.data(), has_scales(case_.value_format) ? value_scales_.data() : nullptr,
+              case_.value_format, case_.value_dim};
   p.page_size = case_.page_size;
   p.num_kv_heads = case_.num_kv_heads;
   return p;
@@ -163,11 +184,13 @@ void PagedTokens::store(int sequence, int token, const float* keys, const float*
   if (at < 0) return;  // given back by the window
   ThreadPool one(1);
   StoreArgs args{keys, values, pages(), &at, 1};
-  if (!reference_set().store(args, one)) throw std::logic_error("PagedTokens::store: a row was refused");
+  if (!reference_set().store(args, one))
+    throw std::logic_error("PagedTokens::store: a row was refused");
 }
 
-float PagedTokens::element(const std::byte* bytes, const std::vector<float>& scales, PageFormat format,
-                           int dim, int sequence, int token, int head, int e) const {
+float PagedTokens::element(const std::byte* bytes, const std::vector<float>& scales,
+                           PageFormat format, int dim, int sequence, int token, int head,
+                           int e) const {
   const int64_t at = slot(sequence, token) * case_.num_kv_heads + head;
   return with_page_format(format, [&](auto f) {
     const float x = decltype(f)::load(bytes + at * row_bytes(format, dim), e);
@@ -176,22 +199,26 @@ float PagedTokens::element(const std::byte* bytes, const std::vector<float>& sca
 }
 
 float PagedTokens::key(int sequence, int token, int head, int e) const {
-  return element(keys_.data(), key_scales_, case_.key_format, case_.key_dim, sequence, token, head, e);
+  return element(keys_.data(), key_scales_, case_.key_format, case_.key_dim, sequence, token, head,
+                 e);
 }
 
 float PagedTokens::value(int sequence, int token, int head, int e) const {
-  return element(values_.data(), value_scales_, case_.value_format, case_.value_dim, sequence, token, head, e);
+  return element(values_.data(), value_scales_, case_.value_format, case_.value_dim, sequence,
+                 token, head, e);
 }
 
 // ---- AttentionProblem ---------------------------------------------------------------------------------------------
 
-AttentionProblem::AttentionProblem(const AttentionCase& c, uint8_t fill) : case_(c), tokens_(c, fill) {
+AttentionProblem::AttentionProblem(const AttentionCase& c, uint8_t fill)
+    : case_(c), tokens_(c, fill) {
   query_start_.push_back(0);
   for (int s = 0; s < static_cast<int>(c.sequences.size()); ++s) {
     const Sequence& sequence = c.sequences[s];
     for (int t = 0; t < sequence.seq_len; ++t)
-      tokens_.store(s, t, content_row(sequence.content, 0, t, int64_t{c.num_kv_heads} * c.key_dim).data(),
-                    content_row(sequence.content, 1, t, int64_t{c.num_kv_heads} * c.value_dim).data());
+      tokens_.store(
+          s, t, content_row(sequence.content, 0, t, int64_t{c.num_kv_heads} * c.key_dim).data(),
+          content_row(sequence.content, 1, t, int64_t{c.num_kv_heads} * c.value_dim).data());
     for (int i = 0; i < sequence.query_len; ++i) {
       const int position = sequence.seq_len - sequence.query_len + i;
       for (float x : content_row(sequence.content, 2, position, int64_t{c.num_q_heads} * c.key_dim))
@@ -210,7 +237,9 @@ AttentionProblem::AttentionProblem(const AttentionCase& c, uint8_t fill) : case_
       const std::vector<float> draws = content_row(sequence.content, 3, position, mask_stride_);
       // Stretches, single holes, and rows that see nothing.
       for (int64_t t = 0; t < mask_stride_; ++t)
-        mask_.push_back(position % 5 == 4 ? 0 : (draws[t] > -0.8f && draws[t / 37] > -0.3f) ? 1 : 0);
+        mask_.push_back(position % 5 == 4                             ? 0
+                        : (draws[t] > -0.8f && draws[t / 37] > -0.3f) ? 1
+                                                                      : 0);
     }
 }
 
@@ -236,7 +265,8 @@ AttentionArgs AttentionProblem::args() {
 
 AttentionOutput AttentionProblem::run(const KernelSet& set, Executor& executor) {
   const int64_t rows = int64_t{case_.num_tokens()} * case_.num_q_heads;
-  std::vector<float> out(rows * case_.value_dim + 2 * kGuard, kGuardValue), lse(rows + 2 * kGuard, kGuardValue);
+  std::vector<float> out(rows * case_.value_dim + 2 * kGuard, kGuardValue),
+      lse(rows + 2 * kGuard, kGuardValue);
   AttentionArgs a = args();
   a.out = out.data() + kGuard;
   a.log_sum_exp = lse.data() + kGuard;
@@ -268,7 +298,8 @@ AttentionOutput AttentionProblem::oracle() const {
           if (case_.window > 0 && (t > position || t <= position - case_.window)) continue;
           if (case_.mask && !mask_[row * mask_stride_ + t]) continue;
           double dot = 0;
-          for (int e = 0; e < case_.key_dim; ++e) dot += double{q[e]} * tokens_.key(s, t, h / group, e);
+          for (int e = 0; e < case_.key_dim; ++e)
+            dot += double{q[e]} * tokens_.key(s, t, h / group, e);
           dot *= scale;
           if (case_.softcap > 0) dot = case_.softcap * std::tanh(dot / case_.softcap);
           seen.push_back(t);
@@ -281,7 +312,8 @@ AttentionOutput AttentionProblem::oracle() const {
         for (size_t k = 0; k < seen.size(); ++k) {
           const double p = std::exp(scores[k] - max);
           sum += p;
-          for (int e = 0; e < case_.value_dim; ++e) out[e] += p * tokens_.value(s, seen[k], h / group, e);
+          for (int e = 0; e < case_.value_dim; ++e)
+            out[e] += p * tokens_.value(s, seen[k], h / group, e);
         }
         for (double x : out) output.out.push_back(sum > 0 ? static_cast<float>(x / sum) : 0.0f);
         output.log_sum_exp.push_back(sum > 0 ? static_cast<float>(max + std::log(sum)) : -INFINITY);

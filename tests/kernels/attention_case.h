@@ -21,7 +21,8 @@ namespace pagedkv::testing {
 struct Sequence {
   int seq_len = 0;
   int query_len = 0;
-  uint64_t content = 0;  // two sequences with the same content hold the same tokens and queries, position by position
+  uint64_t content =
+      0;  // two sequences with the same content hold the same tokens and queries, position by position
 };
 
 struct AttentionCase {
@@ -84,8 +85,8 @@ class PagedTokens {
   std::span<const std::byte> value_bytes() const { return values_.bytes(); }
 
  private:
-  float element(const std::byte* bytes, const std::vector<float>& scales, PageFormat format, int dim,
-                int sequence, int token, int head, int e) const;
+  float element(const std::byte* bytes, const std::vector<float>& scales, PageFormat format,
+                int dim, int sequence, int token, int head, int e) const;
 
   AttentionCase case_;
   int64_t stride_ = 0;

@@ -22,7 +22,8 @@ void expect_sets_agree(const AttentionCase& c, int threads = 1) {
   const AttentionOutput expected = problem.run(reference_set(), alone);
   for (const KernelSet* set : supported_sets()) {
     const std::string difference = first_difference(problem.run(*set, pool), expected);
-    EXPECT_EQ(difference, "") << set->name << ", " << threads << " threads: PAGEDKV_CASE='" << c.text() << "'";
+    EXPECT_EQ(difference, "") << set->name << ", " << threads << " threads: PAGEDKV_CASE='"
+                              << c.text() << "'";
   }
 }
 
@@ -38,7 +39,8 @@ AttentionCase base_case(PageFormat format, int seq_len, int query_len) {
 TEST(Attention, Case) {
   const char* text = std::getenv("PAGEDKV_CASE");
   if (!text) GTEST_SKIP() << "PAGEDKV_CASE is not set";
-  for (int threads = 1; threads <= 3; ++threads) expect_sets_agree(AttentionCase::parse(text), threads);
+  for (int threads = 1; threads <= 3; ++threads)
+    expect_sets_agree(AttentionCase::parse(text), threads);
 }
 
 TEST(Attention, CaseReadsBackWhatItPrints) {
@@ -54,7 +56,8 @@ TEST(Attention, CaseReadsBackWhatItPrints) {
 
 TEST(Attention, SetsAgreeAtEveryLength) {
   for (PageFormat format : kFormats)
-    for (int seq_len : {0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1023, 1024, 1025, 1037})
+    for (int seq_len :
+         {0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1023, 1024, 1025, 1037})
       for (int query_len : {1, 2, 7, 70})
         if (query_len <= seq_len || (seq_len == 0 && query_len == 2))
           expect_sets_agree(base_case(format, seq_len, query_len), 1 + seq_len % 2);
@@ -62,7 +65,8 @@ TEST(Attention, SetsAgreeAtEveryLength) {
 
 TEST(Attention, SetsAgreeForEveryHeadDim) {
   for (PageFormat format : kFormats)
-    for (int dim : {1, 2, 8, 15, 16, 17, 36, 40, 48, 64, 72, 80, 96, 100, 112, 128, 160, 192, 256, 300, 512})
+    for (int dim :
+         {1, 2, 8, 15, 16, 17, 36, 40, 48, 64, 72, 80, 96, 100, 112, 128, 160, 192, 256, 300, 512})
       for (int query_len : {1, 5}) {
         AttentionCase c = base_case(format, 50, query_len);
         c.key_dim = c.value_dim = dim;
@@ -85,7 +89,8 @@ TEST(Attention, SetsAgreeForDifferentKeysAndValues) {
 
 TEST(Attention, SetsAgreeForEveryGroup) {  // FC-02's shapes among them
   for (PageFormat format : kFormats)
-    for (auto [q_heads, kv_heads] : {std::pair{1, 1}, {9, 3}, {20, 4}, {24, 4}, {28, 4}, {16, 1}, {71, 1}, {8, 1}, {6, 3}})
+    for (auto [q_heads, kv_heads] :
+         {std::pair{1, 1}, {9, 3}, {20, 4}, {24, 4}, {28, 4}, {16, 1}, {71, 1}, {8, 1}, {6, 3}})
       for (int query_len : {1, 7}) {
         AttentionCase c = base_case(format, 100, query_len);
         c.num_q_heads = q_heads;
@@ -144,7 +149,8 @@ TEST(Attention, SetsAgreeOnRandomCases) {
     for (int s = 0, n = draw(6); s <= n; ++s) {
       const int seq_len = draw(4) ? draw(200) : draw(1600);
       const int query_len = draw(2) ? 1 : draw(40);
-      c.sequences.push_back({seq_len, std::min(query_len, std::max(seq_len, 1)), splitmix64(state)});
+      c.sequences.push_back(
+          {seq_len, std::min(query_len, std::max(seq_len, 1)), splitmix64(state)});
     }
     expect_sets_agree(c, 1 + draw(3));
   }
@@ -161,7 +167,8 @@ TEST(Attention, ANaNSpoilsOnlyTheRowsThatSeeIt) {
       const AttentionOutput a = clean.run(*set, pool), b = spoilt.run(*set, pool);
       const size_t row = static_cast<size_t>(c.num_q_heads) * c.value_dim;
       EXPECT_EQ(std::memcmp(a.out.data(), b.out.data(), 30 * row * sizeof(float)), 0) << set->name;
-      for (size_t i = 30 * row; i < b.out.size(); ++i) ASSERT_TRUE(std::isnan(b.out[i])) << set->name << ' ' << i;
+      for (size_t i = 30 * row; i < b.out.size(); ++i)
+        ASSERT_TRUE(std::isnan(b.out[i])) << set->name << ' ' << i;
     }
 }
 
@@ -193,7 +200,8 @@ TEST_P(HowARowIsReached, MakesNoDifference) {
           part.sequences = {{kLen - kRows + end, std::min(chunk, end), 1}};
           const AttentionOutput rows = AttentionProblem(part).run(*set, chunk % 2 ? three : one);
           for (int i = 0; i < part.sequences[0].query_len; ++i)
-            ASSERT_EQ(output_row(rows, part, i), output_row(all, whole_, end - part.sequences[0].query_len + i))
+            ASSERT_EQ(output_row(rows, part, i),
+                      output_row(all, whole_, end - part.sequences[0].query_len + i))
                 << set->name << ", chunk " << chunk << ", page size " << page_size << ", row " << i;
         }
   }
@@ -202,7 +210,8 @@ TEST_P(HowARowIsReached, MakesNoDifference) {
 TEST_P(HowARowIsReached, NorDoesTheRestOfTheBatch) {
   ThreadPool one(1), two(2);
   AttentionCase batch = whole_;
-  batch.sequences = {{5, 1, 2}, {0, 1, 3}, {kLen, kRows, 1}, {37, 37, 4}, {128, 0, 5}, {kLen, 1, 1}, {700, 3, 6}};
+  batch.sequences = {{5, 1, 2},   {0, 1, 3},    {kLen, kRows, 1}, {37, 37, 4},
+                     {128, 0, 5}, {kLen, 1, 1}, {700, 3, 6}};
   for (const KernelSet* set : supported_sets()) {
     const AttentionOutput together = AttentionProblem(batch).run(*set, two);
     int first = 0;
@@ -211,7 +220,8 @@ TEST_P(HowARowIsReached, NorDoesTheRestOfTheBatch) {
       alone.sequences = {sequence};
       const AttentionOutput output = AttentionProblem(alone).run(*set, one);
       for (int i = 0; i < sequence.query_len; ++i)
-        ASSERT_EQ(output_row(together, batch, first + i), output_row(output, alone, i)) << set->name << ' ' << first;
+        ASSERT_EQ(output_row(together, batch, first + i), output_row(output, alone, i))
+            << set->name << ' ' << first;
       first += sequence.query_len;
     }
   }
@@ -230,14 +240,16 @@ TEST(Attention, ThreadsAndHeadSplitsChangeNothing) {
       AttentionCase c = base_case(format, 3000, query_len);
       c.num_q_heads = 12;
       c.num_kv_heads = 4;
-      for (int threads : {2, 3, 40}) expect_sets_agree(c, threads);  // 40: more than there are partitions
+      for (int threads : {2, 3, 40})
+        expect_sets_agree(c, threads);  // 40: more than there are partitions
     }
 }
 
 // As a graph runtime's worker: all enter the kernel together and draw from one counter.
 class SharedCounter final : public Executor {
  public:
-  SharedCounter(std::atomic<int64_t>* next, int worker, int workers) : next_(next), worker_(worker), workers_(workers) {}
+  SharedCounter(std::atomic<int64_t>* next, int worker, int workers)
+      : next_(next), worker_(worker), workers_(workers) {}
   int num_workers() const noexcept override { return workers_; }
   void run(int64_t num_items, FunctionRef<void(int64_t, int)> fn) override {
     for (int64_t i; (i = next_->fetch_add(1)) < num_items;) fn(i, worker_);
@@ -319,7 +331,8 @@ TEST(Attention, UnwrittenSlotsDoNotMatter) {
 TEST(Attention, AnyGroupAgreesWithDoublePrecision) {
   for (PageFormat format : kFormats)
     for (const KernelSet* set : supported_sets())
-      for (auto [q_heads, kv_heads] : {std::pair{1, 1}, {9, 3}, {20, 4}, {24, 4}, {28, 4}, {16, 1}, {71, 1}})
+      for (auto [q_heads, kv_heads] :
+           {std::pair{1, 1}, {9, 3}, {20, 4}, {24, 4}, {28, 4}, {16, 1}, {71, 1}})
         for (int query_len : {1, 7}) {
           AttentionCase c = base_case(format, 100, query_len);
           c.num_q_heads = q_heads;

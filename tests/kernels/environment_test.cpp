@@ -9,7 +9,8 @@
 namespace pagedkv::testing {
 namespace {
 
-constexpr uint32_t kDefault = 0x1f80, kFlush = 0x8000, kDenormalsAreZero = 0x0040, kUp = 0x4000, kStatus = 0x3f;
+constexpr uint32_t kDefault = 0x1f80, kFlush = 0x8000, kDenormalsAreZero = 0x0040, kUp = 0x4000,
+                   kStatus = 0x3f;
 
 // Tokens and queries so small that their products are denormal.
 AttentionCase tiny_case(PageFormat format) {
@@ -66,7 +67,8 @@ TEST_P(CallerSettings, DoNotChangeWhatIsStored) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Mxcsr, CallerSettings,
-                         ::testing::Values(kDefault | kFlush, kDefault | kDenormalsAreZero, kDefault | kUp,
+                         ::testing::Values(kDefault | kFlush, kDefault | kDenormalsAreZero,
+                                           kDefault | kUp,
                                            kDefault | kFlush | kDenormalsAreZero | kUp));
 
 }  // namespace

@@ -20,17 +20,21 @@ constexpr PageFormat kFormats[] = {PageFormat::kF32, PageFormat::kF16, PageForma
 // A layer's pages with a byte that no store writes by chance, and what a store left in them.
 struct Pages {
   Pages(PageFormat format, int head_dim, int num_kv_heads, int num_slots)
-      : bytes(2, std::vector<std::byte>(num_slots * num_kv_heads * row_bytes(format, head_dim) + 64, std::byte{0xa5})),
+      : bytes(2, std::vector<std::byte>(num_slots * num_kv_heads * row_bytes(format, head_dim) + 64,
+                                        std::byte{0xa5})),
         scales(2, std::vector<float>(num_slots * num_kv_heads, -1.0f)) {
     const auto array = [&](int i) {
-      return PageArray{bytes[i].data(), has_scales(format) ? scales[i].data() : nullptr, format, head_dim};
+      return PageArray{bytes[i].data(), has_scales(format) ? scales[i].data() : nullptr, format,
+                       head_dim};
     };
     view.keys = array(0);
     view.values = array(1);
     view.page_size = 4;
     view.num_kv_heads = num_kv_heads;
   }
-  bool operator==(const Pages& other) const { return bytes == other.bytes && scales == other.scales; }
+  bool operator==(const Pages& other) const {
+    return bytes == other.bytes && scales == other.scales;
+  }
 
   std::vector<std::vector<std::byte>> bytes;
   std::vector<std::vector<float>> scales;
@@ -39,14 +43,16 @@ struct Pages {
 
 // Stores the same rows as keys and as values in consecutive slots.
 bool store_rows(const KernelSet& set, Pages& pages, const std::vector<float>& x, int threads = 1) {
-  const int tokens = static_cast<int>(x.size()) / (pages.view.num_kv_heads * pages.view.keys.head_dim);
+  const int tokens =
+      static_cast<int>(x.size()) / (pages.view.num_kv_heads * pages.view.keys.head_dim);
   std::vector<int64_t> slots(tokens);
   std::iota(slots.begin(), slots.end(), 0);
   ThreadPool pool(threads);
   return set.store({x.data(), x.data(), pages.view, slots.data(), tokens}, pool);
 }
 
-void expect_sets_agree(PageFormat format, int head_dim, const std::vector<float>& x, const std::string& what) {
+void expect_sets_agree(PageFormat format, int head_dim, const std::vector<float>& x,
+                       const std::string& what) {
   const int rows = static_cast<int>(x.size()) / head_dim;
   Pages expected(format, head_dim, 1, rows);
   const bool ok = store_rows(reference_set(), expected, x);
@@ -59,9 +65,11 @@ void expect_sets_agree(PageFormat format, int head_dim, const std::vector<float>
 
 TEST(Store, SetsAgreeForEveryHeadDim) {
   for (PageFormat format : kFormats)
-    for (int dim = 1; dim <= 160; ++dim) expect_sets_agree(format, dim, data(dim, int64_t{dim} * 9), "random rows");
+    for (int dim = 1; dim <= 160; ++dim)
+      expect_sets_agree(format, dim, data(dim, int64_t{dim} * 9), "random rows");
   for (PageFormat format : kFormats)
-    for (int dim : {192, 256, 300, 511, 512}) expect_sets_agree(format, dim, data(dim, int64_t{dim} * 9), "random rows");
+    for (int dim : {192, 256, 300, 511, 512})
+      expect_sets_agree(format, dim, data(dim, int64_t{dim} * 9), "random rows");
 }
 
 TEST(Store, SetsAgreeOnTies) {
@@ -75,10 +83,10 @@ TEST(Store, SetsAgreeOnTies) {
     Pages pages(PageFormat::kQ8, 512, 1, 1);
     ASSERT_TRUE(store_rows(reference_set(), pages, x));
     const auto* codes = reinterpret_cast<const int8_t*>(pages.bytes[0].data());
-    if (power < -3) continue;  // the scale's floor: no ties there
-    EXPECT_EQ(codes[254 + 1], 0);   // 0.5
-    EXPECT_EQ(codes[254 + 3], 2);   // 1.5
-    EXPECT_EQ(codes[254 + 5], 2);   // 2.5
+    if (power < -3) continue;      // the scale's floor: no ties there
+    EXPECT_EQ(codes[254 + 1], 0);  // 0.5
+    EXPECT_EQ(codes[254 + 3], 2);  // 1.5
+    EXPECT_EQ(codes[254 + 5], 2);  // 2.5
     EXPECT_EQ(codes[254 - 5], -2);
     EXPECT_EQ(codes[254 + 253], 126);
   }
@@ -88,8 +96,10 @@ TEST(Store, SetsAgreeOnAnyBits) {
   uint64_t state = 4;
   for (int round = 0; round < rounds(300); ++round) {
     std::vector<float> x(5 * 48);
-    const uint32_t exponents = splitmix64(state) % 2 ? 0xffffffffu : 0x40ffffffu;  // all floats, or no huge ones
-    for (float& v : x) v = std::bit_cast<float>(static_cast<uint32_t>(splitmix64(state)) & exponents);
+    const uint32_t exponents =
+        splitmix64(state) % 2 ? 0xffffffffu : 0x40ffffffu;  // all floats, or no huge ones
+    for (float& v : x)
+      v = std::bit_cast<float>(static_cast<uint32_t>(splitmix64(state)) & exponents);
     for (PageFormat format : kFormats) expect_sets_agree(format, 48, x, "any bits");
   }
 }
@@ -97,7 +107,8 @@ TEST(Store, SetsAgreeOnAnyBits) {
 TEST(Store, SetsAgreeOnDenormalsAndHalfRange) {
   std::vector<float> x;
   for (uint32_t exponent = 0; exponent < 255; ++exponent)
-    for (uint32_t mantissa : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u, 0x7fefffu, 0x7ff000u, 0x7fffffu})
+    for (uint32_t mantissa : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u,
+                              0x7fefffu, 0x7ff000u, 0x7fffffu})
       x.push_back(std::bit_cast<float>(exponent << 23 | mantissa));
   x.resize(x.size() / 64 * 64);
   for (PageFormat format : kFormats) expect_sets_agree(format, 64, x, "every exponent");
@@ -114,19 +125,22 @@ TEST(Store, WritesSlotsOnlyAndSkipsPadding) {
     for (const KernelSet* set : supported_sets()) {
       constexpr int kDim = 40, kHeads = 3, kSlots = 12;
       const int64_t slots[] = {7, -1, 0, 11, -1};
-      const std::vector<float> keys = data(1, 5 * kHeads * kDim), values = data(2, 5 * kHeads * kDim);
+      const std::vector<float> keys = data(1, 5 * kHeads * kDim),
+                               values = data(2, 5 * kHeads * kDim);
       Pages pages(format, kDim, kHeads, kSlots), one_by_one(format, kDim, kHeads, kSlots);
       ThreadPool pool(3), one(1);
       ASSERT_TRUE(set->store({keys.data(), values.data(), pages.view, slots, 5}, pool));
       for (int t = 0; t < 5; ++t)
-        ASSERT_TRUE(set->store({keys.data() + t * kHeads * kDim, values.data() + t * kHeads * kDim, one_by_one.view,
-                                slots + t, 1}, one));
+        ASSERT_TRUE(set->store({keys.data() + t * kHeads * kDim, values.data() + t * kHeads * kDim,
+                                one_by_one.view, slots + t, 1},
+                               one));
       EXPECT_TRUE(pages == one_by_one) << set->name;
       const int64_t token_bytes = kHeads * row_bytes(format, kDim);
       for (int slot = 0; slot < kSlots; ++slot) {
         const bool written = slot == 7 || slot == 0 || slot == 11;
         for (int64_t b = 0; b < token_bytes && !written; ++b)
-          ASSERT_EQ(pages.bytes[0][slot * token_bytes + b], std::byte{0xa5}) << set->name << " slot " << slot;
+          ASSERT_EQ(pages.bytes[0][slot * token_bytes + b], std::byte{0xa5})
+              << set->name << " slot " << slot;
         EXPECT_EQ(pages.scales[0][slot * kHeads] != -1.0f, written && has_scales(format));
       }
     }
@@ -212,7 +226,8 @@ TEST(Store, Q8EqualsTheRecordedPackage) {
     for (const KernelSet* set : supported_sets()) {
       Pages pages(PageFormat::kQ8, c.head_dim, 1, c.rows);
       ASSERT_TRUE(store_rows(*set, pages, c.x)) << c.name;
-      EXPECT_EQ(std::memcmp(pages.bytes[0].data(), c.codes.data(), c.codes.size()), 0) << set->name << ' ' << c.name;
+      EXPECT_EQ(std::memcmp(pages.bytes[0].data(), c.codes.data(), c.codes.size()), 0)
+          << set->name << ' ' << c.name;
       EXPECT_EQ(std::memcmp(pages.scales[0].data(), c.scales.data(), c.scales.size() * 4), 0)
           << set->name << ' ' << c.name;
     }
@@ -224,7 +239,8 @@ TEST(Store, Q8ReadsBackAsTheRecordedPackage) {
     uint64_t hash = 0xcbf29ce484222325u;
     const auto* rows = reinterpret_cast<const std::byte*>(c.codes.data());
     for (int i = 0; i < c.rows * c.head_dim; ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(Q8Page::load(rows, i) * c.scales[i / c.head_dim]);
+      const uint32_t bits =
+          std::bit_cast<uint32_t>(Q8Page::load(rows, i) * c.scales[i / c.head_dim]);
       for (int b = 0; b < 4; ++b) hash = (hash ^ (bits >> (8 * b) & 0xff)) * 0x100000001b3u;
     }
     EXPECT_EQ(hash, c.dequantised_hash) << c.name;
@@ -244,7 +260,8 @@ TEST(Store, Q8IsAccurate) {
   for (int t = 0; t < 8; ++t) {
     AttentionProblem a(exact), b(quantised);
     a.queries() = b.queries() = data(1000 + t, kDim);
-    const std::vector<float> keys = data(2000 + t, kTokens * kDim), values = data(3000 + t, kTokens * kDim);
+    const std::vector<float> keys = data(2000 + t, kTokens * kDim),
+                             values = data(3000 + t, kTokens * kDim);
     for (int i = 0; i < kTokens; ++i) {
       a.tokens().store(0, i, &keys[i * kDim], &values[i * kDim]);
       b.tokens().store(0, i, &keys[i * kDim], &values[i * kDim]);
@@ -256,7 +273,8 @@ TEST(Store, Q8IsAccurate) {
     }
     ThreadPool pool(1);
     for (const KernelSet* set : supported_sets())
-      EXPECT_LE(relative_error(b.run(*set, pool).out, a.oracle().out), 0.01) << set->name << " t " << t;
+      EXPECT_LE(relative_error(b.run(*set, pool).out, a.oracle().out), 0.01)
+          << set->name << " t " << t;
   }
 }
 
@@ -268,9 +286,12 @@ TEST(Store, Q8KeepsZerosTinyAndLargeRows) {
     Pages pages(PageFormat::kQ8, 64, 1, 3);
     ASSERT_TRUE(store_rows(*set, pages, x));
     for (int i = 0; i < 3 * 64; ++i) {
-      const float scale = pages.scales[0][i / 64], value = Q8Page::load(pages.bytes[0].data(), i) * scale;
-      if (i < 128) EXPECT_EQ(value, 0.0f);
-      else EXPECT_LE(std::fabs(value - x[i]), scale / 2 * 1.001f);
+      const float scale = pages.scales[0][i / 64],
+                  value = Q8Page::load(pages.bytes[0].data(), i) * scale;
+      if (i < 128)
+        EXPECT_EQ(value, 0.0f);
+      else
+        EXPECT_LE(std::fabs(value - x[i]), scale / 2 * 1.001f);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Attention for each instruction set. The parts: lanes-inl.h (registers, formats, the tree), score-inl.h and value-inl.h
-// (the two inner loops), softmax-inl.h (weights and merging), items-inl.h (the walk over pages).
+// Attention for each instruction set. The parts: lanes-inl.h (registers, formats, the tree), score-inl.h and value-inl.h (the
+// two inner loops), softmax-inl.h (weights and merging), direct-inl.h and tile-inl.h (the two ways through a sequence).
 #include "kernels/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -7,11 +7,12 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
+#include "kernels/attention_plan.h"
 #include "kernels/float_environment.h"
 #include "pagedkv/kernels/kernel_set.h"
-#include "kernels/attention_plan.h"
 
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON  // not the baseline, which may lack FMA
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || \
+    HWY_TARGET == HWY_NEON  // not the baseline, which may lack FMA
 #include "kernels/cpu/items-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -20,8 +21,11 @@ namespace pagedkv::cpu::HWY_NAMESPACE {
 // What any row of a job may look at: ranges neither shrink nor move back from row to row.
 TokenRange job_range(const AttentionArgs& args, const Job& job) {
   const int64_t seq_len = args.seq_lens[job.sequence];
-  const int64_t first = seq_len - (args.query_start[job.sequence + 1] - args.query_start[job.sequence]) + job.first_query;
-  return {visible_range(args, seq_len, first).first, visible_range(args, seq_len, first + job.num_queries - 1).last};
+  const int64_t first = seq_len -
+                        (args.query_start[job.sequence + 1] - args.query_start[job.sequence]) +
+                        job.first_query;
+  return {visible_range(args, seq_len, first).first,
+          visible_range(args, seq_len, first + job.num_queries - 1).last};
 }
 
 void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& executor) noexcept {
@@ -31,8 +35,8 @@ void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& exec
     const WorkItem& item = plan.items[i];
     const Job& job = plan.jobs[item.job];
     run_item({args, plan, job, item, plan.worker_scratch(worker), rule,
-              TokenRows(args.block_table + job.sequence * args.block_table_stride, args.pages.page_size,
-                        job_range(args, job))});
+              TokenRows(args.block_table + job.sequence * args.block_table_stride,
+                        args.pages.page_size, job_range(args, job))});
   });
 }
 

@@ -16,7 +16,9 @@
 #include "kernels/arithmetic.h"
 
 #ifndef PAGEDKV_UNROLL
-#define PAGEDKV_UNROLL _Pragma("GCC unroll 16")
+// for (int index = 0; index < count; ++index), unrolled: arrays of registers stay registers.
+#define PAGEDKV_UNROLL(index, count) \
+  _Pragma("GCC unroll 16") for (int index = 0; index < (count); ++index)
 #define PAGEDKV_LAMBDA HWY_ATTR __attribute__((always_inline))
 #endif
 
@@ -33,8 +35,9 @@ using Ints = hn::Rebind<int32_t, Floats>;
 using Vec = hn::Vec<Floats>;
 constexpr Floats kFloats;
 constexpr Ints kInts;
-constexpr int kNative = static_cast<int>(hn::MaxLanes(Floats()));  // lanes of a register: 16, 8 or 4
-constexpr int kParts = kLanes / kNative;                           // registers for the 16 lanes
+constexpr int kNative =
+    static_cast<int>(hn::MaxLanes(Floats()));  // lanes of a register: 16, 8 or 4
+constexpr int kParts = kLanes / kNative;       // registers for the 16 lanes
 
 // Reads stored elements as floats, without their scale. One load yields kGroups groups of 16 lanes (a byte of two codes
 // yields two), of which it fills registers x[0..kGroups) with part `part`: lanes [part * kNative, + kNative).
@@ -45,7 +48,8 @@ template <>
 struct Reader<F32Page> {
   static constexpr int kGroups = 1;
   static HWY_INLINE void load(const std::byte* HWY_RESTRICT row, int chunk, int part, Vec* x) {
-    x[0] = hn::LoadU(kFloats, reinterpret_cast<const float*>(row) + chunk * kLanes + part * kNative);
+    x[0] =
+        hn::LoadU(kFloats, reinterpret_cast<const float*>(row) + chunk * kLanes + part * kNative);
   }
 };
 
@@ -99,8 +103,8 @@ HWY_INLINE Vec add_pairs(Vec x, Vec y) {  // distance 2
   const hn::Repartition<uint64_t, Floats> d64;
   const hn::Repartition<uint8_t, Floats> d8;
   const Vec own = hn::BitCast(kFloats, hn::OddEven(hn::BitCast(d64, y), hn::BitCast(d64, x)));
-  const Vec other =
-      hn::BitCast(kFloats, hn::CombineShiftRightBytes<8>(d8, hn::BitCast(d8, y), hn::BitCast(d8, x)));
+  const Vec other = hn::BitCast(
+      kFloats, hn::CombineShiftRightBytes<8>(d8, hn::BitCast(d8, y), hn::BitCast(d8, x)));
   return hn::Add(own, other);
 }
 HWY_INLINE Vec add_neighbours(Vec x, Vec y) {  // distance 1
@@ -113,7 +117,7 @@ HWY_INLINE Vec exp2_nonpositive(Vec x) {
   const Vec z = hn::Add(x, magic);
   const Vec f = hn::Sub(x, hn::Sub(z, magic));
   Vec p = hn::Set(kFloats, kExp2Coefficients[0]);
-  PAGEDKV_UNROLL for (int i = 1; i < 7; ++i) p = hn::MulAdd(p, f, hn::Set(kFloats, kExp2Coefficients[i]));
+  PAGEDKV_UNROLL (i, 6) p = hn::MulAdd(p, f, hn::Set(kFloats, kExp2Coefficients[i + 1]));
   const Vec power = hn::BitCast(kFloats, hn::ShiftLeft<23>(hn::BitCast(kInts, z)));
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(kFloats, kExp2Min)), hn::Mul(p, power));
 }

@@ -24,7 +24,7 @@ struct Ahead {
   template <int kBytes>
   HWY_INLINE void step(int count) {
     if constexpr (kOn && kBytes >= 64) {
-      PAGEDKV_UNROLL for (int i = 0; i < kBytes / 64; ++i) line();
+      PAGEDKV_UNROLL (i, kBytes / 64) line();
     } else if constexpr (kOn) {
       if (count % (64 / kBytes) == 0) line();
     }

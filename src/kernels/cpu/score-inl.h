@@ -45,50 +45,53 @@ HWY_INLINE void add_part(Vec x, Vec& sum, Vec& even, Vec& odd) {
 
 // Dot products over chunks [chunk, chunk + kCount): what the accumulators gain.
 template <class Format, int kPart, int kCount, int kQueries, bool kAhead>
-HWY_INLINE void add_products(const float* HWY_RESTRICT queries, const std::byte* const (&keys)[kKeys], int chunk,
+HWY_INLINE void add_products(const float* HWY_RESTRICT queries,
+                             const std::byte* const (&keys)[kKeys], int chunk,
                              Vec (&acc)[kQueries][kKeys], Ahead<kAhead>& ahead) {
   constexpr int kGroups = Reader<Format>::kGroups;
-  PAGEDKV_UNROLL for (int i = 0; i < kCount; ++i) {
+  PAGEDKV_UNROLL (i, kCount) {
     const int c = chunk + i;
     Vec key[kKeys][kGroups];
-    PAGEDKV_UNROLL for (int t = 0; t < kKeys; ++t) Reader<Format>::load(keys[t], c, kPart, key[t]);
+    PAGEDKV_UNROLL (t, kKeys) Reader<Format>::load(keys[t], c, kPart, key[t]);
     if constexpr (kPart == 0) ahead.template step<kKeys * kChunkBytes<Format>>(i);
-    PAGEDKV_UNROLL for (int v = 0; v < kGroups; ++v)
-      PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g) {
-        const Vec query = hn::LoadU(kFloats, queries + ((c * kGroups + v) * kQueries + g) * kLanes + kPart * kNative);
-        PAGEDKV_UNROLL for (int t = 0; t < kKeys; ++t) acc[g][t] = hn::MulAdd(key[t][v], query, acc[g][t]);
+    PAGEDKV_UNROLL (v, kGroups)
+      PAGEDKV_UNROLL (g, kQueries) {
+        const Vec query = hn::LoadU(
+            kFloats, queries + ((c * kGroups + v) * kQueries + g) * kLanes + kPart * kNative);
+        PAGEDKV_UNROLL (t, kKeys) acc[g][t] = hn::MulAdd(key[t][v], query, acc[g][t]);
       }
   }
 }
 
 // Part `kPart` of the lanes of kQueries x kKeys dot products.
 template <class Format, int kQueries, bool kAhead, int kPart>
-HWY_INLINE void dot_part(const float* HWY_RESTRICT queries, const std::byte* const (&keys)[kKeys], int chunks,
-                         Vec (&sum)[kQueries][kKeys], Vec (&even)[kQueries][kKeys], Vec (&odd)[kQueries][kKeys],
-                         Ahead<kAhead>& ahead) {
+HWY_INLINE void dot_part(const float* HWY_RESTRICT queries, const std::byte* const (&keys)[kKeys],
+                         int chunks, Vec (&sum)[kQueries][kKeys], Vec (&even)[kQueries][kKeys],
+                         Vec (&odd)[kQueries][kKeys], Ahead<kAhead>& ahead) {
   Vec acc[kQueries][kKeys];
-  PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g)
-    PAGEDKV_UNROLL for (int t = 0; t < kKeys; ++t) acc[g][t] = hn::Zero(kFloats);
+  PAGEDKV_UNROLL (g, kQueries)
+    PAGEDKV_UNROLL (t, kKeys) acc[g][t] = hn::Zero(kFloats);
   int c = 0;
   for (; c + 4 <= chunks; c += 4) add_products<Format, kPart, 4>(queries, keys, c, acc, ahead);
   for (; c < chunks; ++c) add_products<Format, kPart, 1>(queries, keys, c, acc, ahead);
-  PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g)
-    PAGEDKV_UNROLL for (int t = 0; t < kKeys; ++t) add_part<kPart>(acc[g][t], sum[g][t], even[g][t], odd[g][t]);
+  PAGEDKV_UNROLL (g, kQueries)
+    PAGEDKV_UNROLL (t, kKeys) add_part<kPart>(acc[g][t], sum[g][t], even[g][t], odd[g][t]);
 }
 
 // scores[g * kScoreStride + t] = query g . key t, for t in 0..15. queries: [lanes / 16, kQueries, 16].
 // Keys are taken in groups {i, i + 4, i + 8, i + 12}: after the tree's first levels four keys share a register, and the last
 // two levels over i = 0..3 leave 16 scores in token order, so that the tree wastes no lane for any kQueries.
 template <class Format, int kQueries, bool kAhead, class Lanes>
-HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, Lanes lanes, const std::byte* HWY_RESTRICT keys,
-                           const int64_t* HWY_RESTRICT offsets, float* HWY_RESTRICT scores, Ahead<kAhead> ahead) {
+HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, Lanes lanes,
+                           const std::byte* HWY_RESTRICT keys, const int64_t* HWY_RESTRICT offsets,
+                           float* HWY_RESTRICT scores, Ahead<kAhead> ahead) {
   const int chunks = lanes / (Reader<Format>::kGroups * kLanes);
   for (int first = 0; first < kTile; first += kNative) {
     HWY_ALIGN float joined[4][kQueries][kNative];
     for (int i = 0; i < 4; ++i) {
       Vec sum[kQueries][kKeys], even[kQueries][kKeys], odd[kQueries][kKeys];
       const std::byte* at[kKeys];
-      PAGEDKV_UNROLL for (int t = 0; t < kKeys; ++t) at[t] = keys + offsets[first + i + 4 * t];
+      PAGEDKV_UNROLL (t, kKeys) at[t] = keys + offsets[first + i + 4 * t];
       dot_part<Format, kQueries, kAhead, 0>(queries, at, chunks, sum, even, odd, ahead);
       if constexpr (kParts > 1)
         dot_part<Format, kQueries, kAhead, 1>(queries, at, chunks, sum, even, odd, ahead);
@@ -96,9 +99,9 @@ HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, Lanes lanes, const
         dot_part<Format, kQueries, kAhead, 2>(queries, at, chunks, sum, even, odd, ahead);
         dot_part<Format, kQueries, kAhead, 3>(queries, at, chunks, sum, even, odd, ahead);
       }
-      PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g) hn::Store(join_keys(sum[g]), kFloats, joined[i][g]);
+      PAGEDKV_UNROLL (g, kQueries) hn::Store(join_keys(sum[g]), kFloats, joined[i][g]);
     }
-    PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g) {
+    PAGEDKV_UNROLL (g, kQueries) {
       const Vec even = add_pairs(hn::Load(kFloats, joined[0][g]), hn::Load(kFloats, joined[2][g]));
       const Vec odd = add_pairs(hn::Load(kFloats, joined[1][g]), hn::Load(kFloats, joined[3][g]));
       hn::StoreU(add_neighbours(even, odd), kFloats, scores + g * kScoreStride + first);

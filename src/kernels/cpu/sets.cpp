@@ -5,10 +5,10 @@
 
 namespace pagedkv::cpu {
 
-#define PAGEDKV_DECLARE_SET(target)                                                             \
-  namespace target {                                                                            \
+#define PAGEDKV_DECLARE_SET(target)                                                               \
+  namespace target {                                                                              \
   void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& executor) noexcept; \
-  bool store(const StoreArgs& args, Executor& executor) noexcept;                               \
+  bool store(const StoreArgs& args, Executor& executor) noexcept;                                 \
   }
 #if HWY_TARGETS & HWY_AVX3
 PAGEDKV_DECLARE_SET(N_AVX3)

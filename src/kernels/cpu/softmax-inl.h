@@ -20,9 +20,9 @@ HWY_INLINE float& state_sum(float* state, int lanes) { return state[lanes + 1]; 
 
 // What a partition's rows have in common.
 struct Partition {
-  int first_tile, last_tile;   // tiles [first, last) of the partition hold what any row sees
-  const float* key_scales;     // [kPartition] of this kv head, or null
-  const float* value_scales;   // [kPartition] of this kv head, or null
+  int first_tile, last_tile;  // tiles [first, last) of the partition hold what any row sees
+  const float* key_scales;    // [kPartition] of this kv head, or null
+  const float* value_scales;  // [kPartition] of this kv head, or null
 };
 
 HWY_INLINE Vec hide(Vec x, uint32_t visible, int part) {
@@ -33,14 +33,14 @@ HWY_INLINE Vec hide(Vec x, uint32_t visible, int part) {
 }
 
 // Scores to final scores: scale, soft cap, hidden tokens to -inf. Returns the maximum.
-HWY_INLINE float finish_scores(float* HWY_RESTRICT scores, const uint16_t* HWY_RESTRICT visible, const Partition& p,
-                               const ScoreRule& rule) {
+HWY_INLINE float finish_scores(float* HWY_RESTRICT scores, const uint16_t* HWY_RESTRICT visible,
+                               const Partition& p, const ScoreRule& rule) {
   Vec max[kParts];
-  PAGEDKV_UNROLL for (int j = 0; j < kParts; ++j) max[j] = hn::Set(kFloats, -kInfinity);
+  PAGEDKV_UNROLL (j, kParts) max[j] = hn::Set(kFloats, -kInfinity);
   for (int tile = p.first_tile; tile < p.last_tile; ++tile) {
     const uint32_t seen = visible[tile];
     if (seen == 0) continue;
-    PAGEDKV_UNROLL for (int j = 0; j < kParts; ++j) {
+    PAGEDKV_UNROLL (j, kParts) {
       const int at = tile * kTile + j * kNative;
       Vec s = hn::LoadU(kFloats, scores + at);
       if (p.key_scales) s = hn::Mul(s, hn::LoadU(kFloats, p.key_scales + at));
@@ -50,21 +50,22 @@ HWY_INLINE float finish_scores(float* HWY_RESTRICT scores, const uint16_t* HWY_R
       max[j] = hn::Max(max[j], s);
     }
   }
-  PAGEDKV_UNROLL for (int j = 1; j < kParts; ++j) max[0] = hn::Max(max[0], max[j]);
+  for (int j = 1; j < kParts; ++j) max[0] = hn::Max(max[0], max[j]);
   return hn::GetLane(hn::MaxOfLanes(kFloats, max[0]));
 }
 
 // One row of a partition: scores become weights in place, maximum and sum go to the state. A sum of 0 says
 // that the row sees nothing here.
-HWY_INLINE void softmax_row(float* HWY_RESTRICT scores, const uint16_t* HWY_RESTRICT visible, const Partition& p,
-                            const ScoreRule& rule, float* HWY_RESTRICT state, int lanes) {
+HWY_INLINE void softmax_row(float* HWY_RESTRICT scores, const uint16_t* HWY_RESTRICT visible,
+                            const Partition& p, const ScoreRule& rule, float* HWY_RESTRICT state,
+                            int lanes) {
   const float max = finish_scores(scores, visible, p, rule);
   const Vec vmax = hn::Set(kFloats, max);
   Vec sum[kParts];
-  PAGEDKV_UNROLL for (int j = 0; j < kParts; ++j) sum[j] = hn::Zero(kFloats);
+  PAGEDKV_UNROLL (j, kParts) sum[j] = hn::Zero(kFloats);
   for (int tile = p.first_tile; tile < p.last_tile; ++tile) {
     if (visible[tile] == 0) continue;
-    PAGEDKV_UNROLL for (int j = 0; j < kParts; ++j) {
+    PAGEDKV_UNROLL (j, kParts) {
       const int at = tile * kTile + j * kNative;
       Vec w = exp2_nonpositive(hn::Sub(hn::LoadU(kFloats, scores + at), vmax));
       sum[j] = hn::Add(sum[j], w);
@@ -73,7 +74,7 @@ HWY_INLINE void softmax_row(float* HWY_RESTRICT scores, const uint16_t* HWY_REST
     }
   }
   HWY_ALIGN float sums[kLanes];
-  PAGEDKV_UNROLL for (int j = 0; j < kParts; ++j) hn::Store(sum[j], kFloats, sums + j * kNative);
+  PAGEDKV_UNROLL (j, kParts) hn::Store(sum[j], kFloats, sums + j * kNative);
   state_max(state, lanes) = max;
   state_sum(state, lanes) = add_lanes(sums);
 }
@@ -89,8 +90,8 @@ HWY_INLINE void merge_row(float* HWY_RESTRICT total, const float* HWY_RESTRICT n
   const float max = std::max(state_max(total, lanes), next_max);
   const Vec a = hn::Set(kFloats, exp2_one(state_max(total, lanes) - max));
   const Vec b = hn::Set(kFloats, exp2_one(next_max - max));
-  state_sum(total, lanes) = hn::GetLane(
-      hn::MulAdd(hn::Set(kFloats, next_sum), b, hn::Mul(hn::Set(kFloats, state_sum(total, lanes)), a)));
+  state_sum(total, lanes) = hn::GetLane(hn::MulAdd(
+      hn::Set(kFloats, next_sum), b, hn::Mul(hn::Set(kFloats, state_sum(total, lanes)), a)));
   for (int i = 0; i < lanes; i += kNative) {
     const Vec scaled = hn::Mul(hn::LoadU(kFloats, total + i), a);
     hn::StoreU(hn::MulAdd(hn::LoadU(kFloats, next + i), b, scaled), kFloats, total + i);

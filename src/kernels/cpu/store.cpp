@@ -62,7 +62,8 @@ struct Writer<Q8Page> {
     return std::bit_cast<float>(bits);
   }
 
-  static bool store_row(const float* HWY_RESTRICT x, int n, std::byte* HWY_RESTRICT row, float* HWY_RESTRICT scale) {
+  static bool store_row(const float* HWY_RESTRICT x, int n, std::byte* HWY_RESTRICT row,
+                        float* HWY_RESTRICT scale) {
     const hn::Rebind<int8_t, Floats> codes;
     const int whole = n / kNative * kNative;
     const float largest = amax(x, n, whole);
@@ -86,7 +87,8 @@ bool store_heads(const PageArray& array, int num_kv_heads, const float* rows, in
   bool ok = true;
   for (int h = 0; h < num_kv_heads; ++h) {
     const int64_t at = slot * num_kv_heads + h;
-    ok &= Writer<Format>::store_row(rows + int64_t{h} * array.head_dim, array.head_dim, array.data + at * bytes,
+    ok &= Writer<Format>::store_row(rows + int64_t{h} * array.head_dim, array.head_dim,
+                                    array.data + at * bytes,
                                     Format::kHasScales ? array.scales + at : nullptr);
   }
   return ok;
@@ -104,11 +106,13 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
   std::atomic<bool> ok{true};
   executor.run((args.num_tokens + block - 1) / block, [&](int64_t item, int) {
     const FloatEnvironment environment;
-    for (int64_t t = item * block; t < std::min<int64_t>(args.num_tokens, (item + 1) * block); ++t) {
+    for (int64_t t = item * block; t < std::min<int64_t>(args.num_tokens, (item + 1) * block);
+         ++t) {
       const int64_t slot = args.slot_mapping[t];
       if (slot < 0) continue;
       const bool keys = store_keys(p.keys, p.num_kv_heads, args.keys + t * key_floats, slot);
-      const bool values = store_values(p.values, p.num_kv_heads, args.values + t * value_floats, slot);
+      const bool values =
+          store_values(p.values, p.num_kv_heads, args.values + t * value_floats, slot);
       if (!keys || !values) ok.store(false, std::memory_order_relaxed);
     }
   });

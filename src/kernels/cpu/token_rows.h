@@ -22,7 +22,9 @@ class TokenRows {
   // Tiles never straddle a page.
   bool whole_tiles() const noexcept { return page_size_ % kTile == 0; }
 
-  int64_t clamp(int64_t token) const noexcept { return std::clamp(token, range_.first, range_.last - 1); }
+  int64_t clamp(int64_t token) const noexcept {
+    return std::clamp(token, range_.first, range_.last - 1);
+  }
 
   // token must be in range, which must not be empty.
   int64_t slot(int64_t token) const noexcept {

@@ -24,56 +24,63 @@ HWY_INLINE int unit_lane(int unit) {
 // Units [first, first + kUnits) of out[g] += sum over t in [from, to) of weights[g][t] * value t.
 template <class Format, int kQueries, int kUnits, bool kAhead>
 HWY_INLINE void add_columns(const float* HWY_RESTRICT weights, const std::byte* HWY_RESTRICT values,
-                            const int64_t* HWY_RESTRICT offsets, int from, int to, float* HWY_RESTRICT out,
-                            int out_stride, int first, Ahead<kAhead>& ahead) {
+                            const int64_t* HWY_RESTRICT offsets, int from, int to,
+                            float* HWY_RESTRICT out, int out_stride, int first,
+                            Ahead<kAhead>& ahead) {
   constexpr int kGroups = Reader<Format>::kGroups;
   Vec acc[kQueries][kUnits][kGroups];
-  PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g)
-    PAGEDKV_UNROLL for (int u = 0; u < kUnits; ++u)
-      PAGEDKV_UNROLL for (int v = 0; v < kGroups; ++v) acc[g][u][v] =
-          hn::LoadU(kFloats, out + g * out_stride + unit_lane<Format>(first + u) + v * kLanes);
+  PAGEDKV_UNROLL (g, kQueries)
+    PAGEDKV_UNROLL (u, kUnits)
+      PAGEDKV_UNROLL (v, kGroups)
+        acc[g][u][v] =
+            hn::LoadU(kFloats, out + g * out_stride + unit_lane<Format>(first + u) + v * kLanes);
   for (int t = from; t < to; ++t) {
     const std::byte* row = values + offsets[t];
     Vec value[kUnits][kGroups];
-    PAGEDKV_UNROLL for (int u = 0; u < kUnits; ++u)
+    PAGEDKV_UNROLL (u, kUnits)
       Reader<Format>::load(row, (first + u) / kParts, (first + u) % kParts, value[u]);
     ahead.template step<kUnits * kChunkBytes<Format> / kParts>(t);
-    PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g) {
+    PAGEDKV_UNROLL (g, kQueries) {
       const Vec weight = hn::Set(kFloats, weights[g * kScoreStride + t]);
-      PAGEDKV_UNROLL for (int u = 0; u < kUnits; ++u)
-        PAGEDKV_UNROLL for (int v = 0; v < kGroups; ++v) acc[g][u][v] =
-            hn::MulAdd(value[u][v], weight, acc[g][u][v]);
+      PAGEDKV_UNROLL (u, kUnits)
+        PAGEDKV_UNROLL (v, kGroups) acc[g][u][v] = hn::MulAdd(value[u][v], weight, acc[g][u][v]);
     }
   }
-  PAGEDKV_UNROLL for (int g = 0; g < kQueries; ++g)
-    PAGEDKV_UNROLL for (int u = 0; u < kUnits; ++u)
-      PAGEDKV_UNROLL for (int v = 0; v < kGroups; ++v)
-        hn::StoreU(acc[g][u][v], kFloats, out + g * out_stride + unit_lane<Format>(first + u) + v * kLanes);
+  PAGEDKV_UNROLL (g, kQueries)
+    PAGEDKV_UNROLL (u, kUnits)
+      PAGEDKV_UNROLL (v, kGroups)
+        hn::StoreU(acc[g][u][v], kFloats,
+                   out + g * out_stride + unit_lane<Format>(first + u) + v * kLanes);
 }
 
 template <class Format, int kQueries, bool kAhead, class Lanes>
 HWY_INLINE void add_run(const float* HWY_RESTRICT weights, const std::byte* HWY_RESTRICT values,
-                        const int64_t* HWY_RESTRICT offsets, int from, int to, float* HWY_RESTRICT out, int out_stride,
-                        Lanes lanes, Ahead<kAhead>& ahead) {
+                        const int64_t* HWY_RESTRICT offsets, int from, int to,
+                        float* HWY_RESTRICT out, int out_stride, Lanes lanes,
+                        Ahead<kAhead>& ahead) {
   // 16 accumulators on AVX-512, 8 on AVX2: with the values and a weight, what the registers hold.
   constexpr int kGroups = Reader<Format>::kGroups;
   constexpr int kUnits = (kNative == 16 ? 16 : 8) / (kQueries <= 2 ? 2 : 4) / kGroups;
   const int units = lanes / (kNative * kGroups);
   int at = 0;
   for (; at + kUnits <= units; at += kUnits)
-    add_columns<Format, kQueries, kUnits>(weights, values, offsets, from, to, out, out_stride, at, ahead);
+    add_columns<Format, kQueries, kUnits>(weights, values, offsets, from, to, out, out_stride, at,
+                                          ahead);
   if constexpr (kUnits > 2)
     for (; at + 2 <= units; at += 2)
-      add_columns<Format, kQueries, 2>(weights, values, offsets, from, to, out, out_stride, at, ahead);
+      add_columns<Format, kQueries, 2>(weights, values, offsets, from, to, out, out_stride, at,
+                                       ahead);
   for (; at < units; ++at)
-    add_columns<Format, kQueries, 1>(weights, values, offsets, from, to, out, out_stride, at, ahead);
+    add_columns<Format, kQueries, 1>(weights, values, offsets, from, to, out, out_stride, at,
+                                     ahead);
 }
 
 // out[g] (g < kQueries) += weights[g][t] * value t for each t whose bit is set in `visible`, in rising order.
 template <class Format, int kQueries, bool kAhead, class Lanes>
 HWY_INLINE void value_tile(const float* HWY_RESTRICT weights, const std::byte* HWY_RESTRICT values,
-                           const int64_t* HWY_RESTRICT offsets, uint32_t visible, float* HWY_RESTRICT out,
-                           int out_stride, Lanes lanes, Ahead<kAhead> ahead) {
+                           const int64_t* HWY_RESTRICT offsets, uint32_t visible,
+                           float* HWY_RESTRICT out, int out_stride, Lanes lanes,
+                           Ahead<kAhead> ahead) {
   while (visible) {  // run by run; nearly always there is one
     const int from = std::countr_zero(visible), to = from + std::countr_one(visible >> from);
     add_run<Format, kQueries>(weights, values, offsets, from, to, out, out_stride, lanes, ahead);

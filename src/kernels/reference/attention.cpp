@@ -17,9 +17,9 @@ constexpr int kMaxHeadDim = 512;
 
 // Partitions of a sequence merge into one of these, left to right.
 struct SoftmaxState {
-  float max = -kInfinity;        // largest score so far, base 2
-  float sum = 0.0f;              // sum of exp2(score - max); 0: no token seen yet
-  float out[kMaxHeadDim] = {};   // sum of exp2(score - max) * v
+  float max = -kInfinity;       // largest score so far, base 2
+  float sum = 0.0f;             // sum of exp2(score - max); 0: no token seen yet
+  float out[kMaxHeadDim] = {};  // sum of exp2(score - max) * v
 };
 
 void merge(SoftmaxState& into, const SoftmaxState& next, int head_dim) {
@@ -74,11 +74,13 @@ void add_value(const Row& r, float weight, int64_t token, float* out) {
   const int64_t at = r.slot(token) * r.args.pages.num_kv_heads + r.kv_head;
   const std::byte* value = values.data + at * row_bytes(Format::kFormat, values.head_dim);
   if (Format::kHasScales) weight = weight * values.scales[at];
-  for (int e = 0; e < values.head_dim; ++e) out[e] = std::fma(weight, Format::load(value, e), out[e]);
+  for (int e = 0; e < values.head_dim; ++e)
+    out[e] = std::fma(weight, Format::load(value, e), out[e]);
 }
 
 template <class KeyFormat, class ValueFormat>
-SoftmaxState attend_partition(const Row& r, const float* query, const ScoreRule& rule, int64_t first) {
+SoftmaxState attend_partition(const Row& r, const float* query, const ScoreRule& rule,
+                              int64_t first) {
   SoftmaxState state;
   float scores[kPartition];
   const int64_t last = std::min(first + kPartition, r.range.last);
@@ -109,7 +111,8 @@ void attend_row(const Row& r, int q_head) {
     query[KeyFormat::lane(e)] = args.queries[at * key_dim + e] * rule.query_factor;
 
   SoftmaxState state;
-  for (int64_t first = r.range.first / kPartition * kPartition; first < r.range.last; first += kPartition)
+  for (int64_t first = r.range.first / kPartition * kPartition; first < r.range.last;
+       first += kPartition)
     merge(state, attend_partition<KeyFormat, ValueFormat>(r, query, rule, first), value_dim);
   if (args.sinks) {
     SoftmaxState sink;
@@ -126,7 +129,8 @@ void attend_row(const Row& r, int q_head) {
 void attend_item(const AttentionArgs& args, int64_t item) {
   const int64_t row = item / args.num_q_heads;
   const int q_head = static_cast<int>(item % args.num_q_heads);
-  const int32_t* next = std::upper_bound(args.query_start, args.query_start + args.num_seqs + 1, row);
+  const int32_t* next =
+      std::upper_bound(args.query_start, args.query_start + args.num_seqs + 1, row);
   const int64_t sequence = next - args.query_start - 1;
   const int64_t seq_len = args.seq_lens[sequence];
   const int64_t position = seq_len - (args.query_start[sequence + 1] - row);

@@ -31,9 +31,10 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
     if (slot < 0) return;
     const FloatEnvironment environment;
     const LayerPages& p = args.pages;
-    const bool keys = store_token(p.keys, p.num_kv_heads, args.keys + t * p.num_kv_heads * p.keys.head_dim, slot);
-    const bool values =
-        store_token(p.values, p.num_kv_heads, args.values + t * p.num_kv_heads * p.values.head_dim, slot);
+    const bool keys =
+        store_token(p.keys, p.num_kv_heads, args.keys + t * p.num_kv_heads * p.keys.head_dim, slot);
+    const bool values = store_token(p.values, p.num_kv_heads,
+                                    args.values + t * p.num_kv_heads * p.values.head_dim, slot);
     if (!keys || !values) ok.store(false, std::memory_order_relaxed);
   });
   return ok;
