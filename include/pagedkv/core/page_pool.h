@@ -40,8 +40,8 @@ struct PagePoolOptions {
   int page_size = 16;        // tokens, 1..256
   int32_t num_pages = 1024;  // of each group before any growth; reserved at once, committed by the
                              // first allocation: all of them, or as needed when `dynamic`
-  bool dynamic = true;    // grow beyond num_pages
-  int64_t max_bytes = 0;  // over all groups, 0: what the machine and its cgroup allow
+  bool dynamic = true;       // grow beyond num_pages
+  int64_t max_bytes = 0;     // over all groups, 0: what the machine and its cgroup allow
   int64_t headroom_bytes = int64_t{256} << 20;  // left to the rest of the machine
   int32_t max_pages = 0;  // of each group: the address space reserved; 0: from max_bytes or memory
   uint64_t shuffle_seed = 0;  // not 0: hand out page ids in a shuffled order (tests)

@@ -14,8 +14,8 @@
 namespace pagedkv {
 
 struct KernelSet {
-  const char* name;  // "avx512", "avx2", "reference"
-  const char* needs; // the CPU features, for messages
+  const char* name;   // "avx512", "avx2", "reference"
+  const char* needs;  // the CPU features, for messages
   bool (*supported)() noexcept;
   void (*attend)(const AttentionArgs&, AttentionPlan::Impl&, Executor&) noexcept;
   bool (*store)(const StoreArgs&, Executor&) noexcept;
