@@ -21,8 +21,18 @@ void pause_cpu() noexcept {
 #endif
 }
 
-// Long enough to bridge the gap between the calls of a decode step, short enough to leave the core free.
+// Long enough to bridge the gap between the calls of a decode step, short enough to leave the core
+// free.
 constexpr int kSpins = 4000;
+
+// One turn of a spin. Now and then the core is offered to others: where a pool has fewer cores than
+// threads, the thread waited for may be one of them.
+void spin(int turn) noexcept {
+  if (turn % 64 == 63)
+    std::this_thread::yield();
+  else
+    pause_cpu();
+}
 
 }  // namespace
 
@@ -49,7 +59,7 @@ struct ThreadPool::Impl {
     uint32_t seen = 0;
     for (;;) {
       for (int i = 0; i < kSpins && generation.load(std::memory_order_acquire) == seen; ++i)
-        pause_cpu();
+        spin(i);
       generation.wait(seen, std::memory_order_acquire);
       ++seen;
       if (stop) return;
@@ -96,7 +106,7 @@ void ThreadPool::run(int64_t num_items, FunctionRef<void(int64_t, int)> fn) {
     const int left = p.busy.load(std::memory_order_acquire);
     if (left == 0) return;
     if (i < kSpins)
-      pause_cpu();
+      spin(i);
     else
       p.busy.wait(left, std::memory_order_acquire);
   }
