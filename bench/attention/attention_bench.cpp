@@ -154,7 +154,7 @@ void time_case(const Options& o, const std::string& text, AttentionProblem& prob
       "{\"set\": \"%s\", \"threads\": %d, \"case\": \"%s\", \"ms\": %.4f, \"ms_min\": %.4f, "
       "\"ms_max\": %.4f, \"cpu_ms\": %.4f, "
       "\"gflops\": %.1f, \"gb_per_s\": %.2f, \"runs\": %d, \"checked\": %s, \"compiler\": "
-      "\"%s\"}\n",
+      "\"%s\", \"cpu\": \"%s\"}\n",
       set.name, o.threads, text.c_str(), median, ms.front(), ms.back(), cpu_ms[cpu_ms.size() / 2],
       flop / median / 1e6, bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__,
       cpu_name().c_str());
