@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -101,6 +102,13 @@ double thread_cpu_ms() {
   return 1e3 * static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_nsec);
 }
 
+std::string cpu_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);)
+    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
+  return "unknown";
+}
+
 double visible_tokens(const AttentionCase& c) {  // summed over rows
   double sum = 0;
   for (const Sequence& s : c.sequences)
@@ -146,9 +154,10 @@ void time_case(const Options& o, const std::string& text, AttentionProblem& prob
       "{\"set\": \"%s\", \"threads\": %d, \"case\": \"%s\", \"ms\": %.4f, \"ms_min\": %.4f, "
       "\"ms_max\": %.4f, \"cpu_ms\": %.4f, "
       "\"gflops\": %.1f, \"gb_per_s\": %.2f, \"runs\": %d, \"checked\": %s, \"compiler\": "
-      "\"%s\"}\n",
+      "\"%s\", \"cpu\": \"%s\"}\n",
       set.name, o.threads, text.c_str(), median, ms.front(), ms.back(), cpu_ms[cpu_ms.size() / 2],
-      flop / median / 1e6, bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__);
+      flop / median / 1e6, bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__,
+      cpu_name().c_str());
   std::fflush(stdout);
 }
 

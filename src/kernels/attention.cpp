@@ -1,7 +1,9 @@
 #include "pagedkv/kernels/attention.h"
 
+#include <cassert>
 #include <cmath>
 
+#include "kernels/attention_plan.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv {
@@ -22,6 +24,7 @@ bool token_storable(const PageArray& array, int num_kv_heads, const float* rows,
 }  // namespace
 
 void attend(const AttentionArgs& args, AttentionPlan& plan, Executor& executor) noexcept {
+  assert(executor.num_workers() <= plan.impl().num_workers);
   kernels().attend(args, plan.impl(), executor);
 }
 
