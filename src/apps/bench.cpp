@@ -12,6 +12,7 @@
 #include <random>
 
 #include "apps/cli.h"
+#include "engine/text_stream.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::apps {
@@ -135,7 +136,7 @@ ordered_json run_case(const Case& c, const BenchOptions& o, Model& model,
           {"gpu_info", ""},
           {"backends", "CPU"},
           {"kernel_set", kernels().name},
-          {"model_filename", o.model.model},
+          {"model_filename", valid_utf8(o.model.path())},
           {"model_type", info.description},
           {"model_size", info.weight_bytes},
           {"model_n_params", info.num_params},
@@ -208,18 +209,21 @@ int bench(BenchOptions o) {
     }
   }
   if (o.output == "json") std::cout << all.dump(2) << std::endl;
+  if (!std::cout || std::ferror(stdout) != 0)
+    throw std::runtime_error("standard output: cannot be written");
   return kOk;
 }
 
 }  // namespace
 
-void add_bench(CLI::App& app, int& exit_code) {
+void add_bench(CLI::App& app, std::function<int()>& command) {
   auto o = std::make_shared<BenchOptions>();
   auto* sub = app.add_subcommand(
       "bench", "measure prompt and generation speed (llama-bench's flags and JSON fields)");
   o->model.add_model(*sub);
   sub->remove_option(sub->get_option("--threads"));
-  sub->add_option("-t,--threads", o->threads, "threads, a list (default: the cores that are free)")
+  name_variable(sub->add_option("-t,--threads", o->threads,
+                                "threads, a list (default: the cores that are free)"))
       ->delimiter(',')
       ->check(CLI::Range(1, 1024));
   add_option(*sub, "-p,--n-prompt", o->num_prompt, "prompt tokens, a list; 0: none")
@@ -235,10 +239,10 @@ void add_bench(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, 100000));
   add_option(*sub, "-o,--output", o->output, "md, json or jsonl")
       ->check(CLI::IsMember({"md", "json", "jsonl"}));
-  sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out");
+  name_variable(sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out"));
   sub->add_option("--flash-attn", "(-fa) accepted: attention is always fused")->group("");
   o->model.add_pages(*sub);
-  sub->callback([o, &exit_code] { exit_code = bench(*o); });
+  sub->parse_complete_callback([o, &command] { command = [=] { return bench(*o); }; });
 }
 
 }  // namespace pagedkv::apps

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <stdexcept>
 
 #include "apps/progress.h"
@@ -17,21 +18,13 @@
 #include "models/ggml/ggml_model.h"
 #include "models/ggml/ggml_text.h"
 #include "models/toy/toy_model.h"
+#include "pagedkv/base/log.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::apps {
 namespace {
 
 constexpr const char* kSmallModel = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
-
-std::string model_path(const ModelOptions& options) {
-  if (!options.model.empty()) return options.model;
-  const std::string path = cache_folder() + "/" + kSmallModel;
-  if (!std::filesystem::exists(path))
-    throw ModelError("no model given, and the small model is not at " + path +
-                     ": pass -m FILE.gguf, or run scripts/setup.sh, which fetches it");
-  return path;
-}
 
 ExactMode parse_exact(const std::string& word) {
   if (word == "auto") return ExactMode::kAuto;
@@ -94,6 +87,20 @@ std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) 
   return out;
 }
 
+CLI::Validator in_range(float least, float most) {
+  char range[64];
+  std::snprintf(range, sizeof range, "%g - %g", least, most);
+  return CLI::Validator(
+      [=, range = std::string(range)](std::string& text) {
+        float x = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
+        const bool inside =
+            error == std::errc() && end == text.data() + text.size() && x >= least && x <= most;
+        return inside ? std::string() : text + " is not in " + range;
+      },
+      "FLOAT in [" + std::string(range) + "]");
+}
+
 CLI::Option* name_variable(CLI::Option* option) {
   const auto& names = option->get_lnames();
   if (names.empty()) return option;
@@ -142,7 +149,7 @@ void ModelOptions::add_pages(CLI::App& app) {
   add_option(app, "--num-blocks", num_pages,
              "pages to begin with (default: 1024, or what the context needs)")
       ->default_str("")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, std::numeric_limits<int32_t>::max()))
       ->group(group);
   name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic,
                              "grow beyond --num-blocks (default), or not"))
@@ -177,12 +184,22 @@ KvSettings ModelOptions::kv_settings() const {
   return s;
 }
 
+std::string ModelOptions::path() const {
+  if (!model.empty()) return model;
+  const std::string path = cache_folder() + "/" + kSmallModel;
+  if (!std::filesystem::exists(path))
+    throw ModelError("no model given, and the small model is not at " + path +
+                     ": pass -m FILE.gguf, or run scripts/setup.sh, which fetches it");
+  return path;
+}
+
 int ModelOptions::threads() const { return num_threads > 0 ? num_threads : default_num_threads(); }
 
 LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
   if (options.num_gpu_layers > 0)
     throw EnvironmentError("-ngl " + std::to_string(options.num_gpu_layers) +
                            ": the engine runs on the CPU; use 0 or leave it out");
+  kernels();  // a bad PAGEDKV_KERNELS is told before anything is loaded
   LoadedModel m;
   if (options.model == "toy:") {
     m.toy = true;
@@ -191,7 +208,11 @@ LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
     m.model = make_toy_model();
     return m;
   }
-  const std::string path = model_path(options);
+  const std::string path = options.path();
+  if (options.threads() > usable_cores())
+    log(LogLevel::kWarning, "-t " + std::to_string(options.threads()) + ": this process has " +
+                                std::to_string(usable_cores()) +
+                                " cores; threads that wait spin, so more than that is much slower");
   ProgressBar bar("loading", progress);
   GgmlModelOptions o;
   o.num_threads = options.threads();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "engine/kv_settings.h"
@@ -37,6 +38,9 @@ std::string format_bytes(int64_t bytes);
 // Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
 
+// A number within [least, most]; NaN is none.
+CLI::Validator in_range(float least, float most);
+
 // Adds an option with its PAGEDKV_<UPPER_SNAKE> variable, named after its first long name. An empty variable counts as unset.
 template <class T>
 CLI::Option* add_option(CLI::App& app, const std::string& names, T& value, const std::string& help);
@@ -60,6 +64,7 @@ struct ModelOptions {
   void add_pages(CLI::App& app);
   KvSettings kv_settings() const;  // throws std::invalid_argument
   int threads() const;
+  std::string path() const;  // of the model file; "toy:" for the toy model
 };
 
 // A model with all that goes with it.
@@ -84,7 +89,10 @@ std::string cache_folder();
 template <class T>
 CLI::Option* add_option(CLI::App& app, const std::string& names, T& value,
                         const std::string& help) {
-  return name_variable(app.add_option(names, value, help)->capture_default_str());
+  auto* option = app.add_option(names, value, help)->capture_default_str();
+  constexpr bool kList = requires { value.push_back({}); } && !std::is_same_v<T, std::string>;
+  if (!kList) option->take_last();  // as everywhere: of a flag given twice the last one counts
+  return name_variable(option);
 }
 
 }  // namespace pagedkv::apps

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <functional>
 #include <iostream>
 #include <new>
 
@@ -22,7 +23,10 @@ void connect_log() {
   if (const char* no_color = std::getenv("NO_COLOR"); no_color && *no_color)
     static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())
         ->set_color_mode(spdlog::color_mode::never);
-  set_log_sink([](LogLevel level, std::string_view message) {
+  set_log_sink([](LogLevel level, std::string_view text) {
+    std::string message(text);  // may quote a file: nothing in it may steer a terminal
+    for (char& c : message)
+      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
     if (level == LogLevel::kInfo) spdlog::info("{}", message);
     if (level == LogLevel::kWarning) spdlog::warn("warning: {}", message);
     if (level == LogLevel::kError) spdlog::error("error: {}", message);
@@ -34,28 +38,41 @@ int report(const std::exception& e, ExitCode code) {
   return code;
 }
 
+// A flag that sets what narrower variables refine wins over them: flags before variables.
+void prefer_flag(const std::vector<std::string>& args, std::initializer_list<const char*> flags,
+                 std::initializer_list<const char*> variables) {
+  for (const auto& arg : args)
+    for (const std::string flag : flags)
+      if (arg == flag || arg.rfind(flag + "=", 0) == 0)
+        for (const char* variable : variables) unsetenv(variable);
+}
+
 int run_main(int argc, char** argv) {
   CLI::App app("pagedkv runs language models (GGUF) on a paged KV cache.", "pagedkv");
   app.set_version_flag("--version", PAGEDKV_VERSION_TEXT);
   app.require_subcommand(1);
   app.failure_message(CLI::FailureMessage::simple);
-  int exit_code = kOk;
-  add_run(app, exit_code);
-  add_bench(app, exit_code);
+  std::function<int()> command;
+  add_run(app, command);
+  add_bench(app, command);
   auto args = rewrite_short_flags(argc, argv);
   const auto subcommands = app.get_subcommands([](const CLI::App*) { return true; });
   if (!args.empty() && args[0].rfind('-', 0) != 0 &&
       std::none_of(subcommands.begin(), subcommands.end(),
                    [&](const CLI::App* sub) { return sub->check_name(args[0]); }))
     throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are run and bench");
+  prefer_flag(args,
+              {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
+              {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});
   std::reverse(args.begin(), args.end());  // CLI11 takes them last first
   try {
     app.parse(args);
   } catch (const CLI::ParseError& e) {
     const int code = app.exit(e);  // prints help and version on stdout, errors on stderr
+    if (!std::cout.flush()) throw std::runtime_error("standard output: cannot be written");
     return code == 0 ? kOk : kUsage;
   }
-  return exit_code;
+  return command();
 }
 
 }  // namespace

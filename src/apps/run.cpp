@@ -9,9 +9,9 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <sstream>
@@ -44,7 +44,20 @@ struct RunOptions {
   std::vector<std::string> stop;
 };
 
-std::string read_all(std::istream& in) { return {std::istreambuf_iterator<char>(in), {}}; }
+// Far more text than any context holds; keeps an endless file from eating the memory.
+constexpr size_t kMaxPromptBytes = size_t{64} << 20;
+
+std::string read_all(std::istream& in, const std::string& name) {
+  std::string text;
+  char part[65536];
+  while (in.read(part, sizeof part), in.gcount() > 0) {
+    text.append(part, static_cast<size_t>(in.gcount()));
+    if (text.size() > kMaxPromptBytes)
+      throw std::invalid_argument(name + ": a prompt may have at most " +
+                                  format_bytes(kMaxPromptBytes));
+  }
+  return text;
+}
 
 // The prompt from exactly one of: arguments, --file, standard input.
 std::string read_prompt(const RunOptions& o) {
@@ -53,13 +66,13 @@ std::string read_prompt(const RunOptions& o) {
   std::string text;
   if (!o.file.empty()) {
     std::ifstream in(o.file, std::ios::binary);
-    text = read_all(in);
-    if (in.bad() || !in.is_open())
+    if (!in.is_open() || std::filesystem::is_directory(o.file))
       throw std::invalid_argument("--file " + o.file + ": cannot be read");
+    text = read_all(in, "--file " + o.file);
   } else if (!o.prompt.empty()) {
     for (const auto& word : o.prompt) text += (text.empty() ? "" : " ") + word;
   } else if (!isatty(STDIN_FILENO)) {
-    text = read_all(std::cin);
+    text = read_all(std::cin, "standard input");
     if (!text.empty() && text.back() == '\n') text.pop_back();
   }
   if (text.empty())
@@ -82,7 +95,8 @@ class RunSink final : public RequestSink {
 
   void on_prompt(int64_t done, int64_t total) override {
     bar_.show(static_cast<double>(done) / static_cast<double>(total));
-    if (done == total) prompt_done = Clock::now(), bar_.clear();
+    num_prompt = done;
+    if (done == total) bar_.clear();
   }
   void on_prompt_logprob(int64_t, double logprob) override { prompt_logprobs_.push_back(logprob); }
   void on_token(const TokenEvent& event) override {
@@ -99,6 +113,7 @@ class RunSink final : public RequestSink {
     write(text);
     reason = why;
     error = e;
+    finished = Clock::now();
   }
 
   // The object of --json; `rest` holds usage, timings and stats.
@@ -115,10 +130,11 @@ class RunSink final : public RequestSink {
     return out + "}";
   }
 
+  int64_t num_prompt = 0;  // prompt tokens computed; fewer than all where the run was cancelled
   int64_t num_tokens = 0;
   FinishReason reason = FinishReason::kError;
   std::exception_ptr error;
-  Clock::time_point prompt_done{}, first_token{}, last_token{};
+  Clock::time_point first_token{}, last_token{}, finished{};
 
  private:
   // Shortest decimals that read back to the same bits; JSON has no infinity.
@@ -249,8 +265,8 @@ int run(const RunOptions& o, Clock::time_point start) {
   if (!o.json && !sink.ends_with_newline) std::fputs("\n", stdout);
   if (sink.error) std::rethrow_exception(sink.error);
 
-  const int64_t num_prompt = static_cast<int64_t>(prompt.size());
-  const auto first = sink.num_tokens ? sink.first_token : sink.prompt_done;
+  const int64_t num_prompt = sink.num_prompt;
+  const auto first = sink.num_tokens ? sink.first_token : sink.finished;
   const double prompt_ms = ms_between(begin, first),
                predicted_ms = sink.num_tokens > 1 ? ms_between(first, sink.last_token) : 0;
   const ordered_json timings{
@@ -267,9 +283,10 @@ int run(const RunOptions& o, Clock::time_point start) {
   const int64_t stored = num_prompt + std::max<int64_t>(0, sink.num_tokens - 1);
   const auto stats = stats_json(pool, settings, stored, pool.stats().pages_peak);
   if (o.json) {
-    const ordered_json usage{{"prompt_tokens", num_prompt},
+    const auto all = static_cast<int64_t>(prompt.size());
+    const ordered_json usage{{"prompt_tokens", all},
                              {"completion_tokens", sink.num_tokens},
-                             {"total_tokens", num_prompt + sink.num_tokens}};
+                             {"total_tokens", all + sink.num_tokens}};
     std::cout << sink.json({{"usage", usage}, {"timings", timings}, {"stats", stats}}) << std::endl;
     if (!std::cout) throw std::runtime_error("standard output: cannot be written");
   }
@@ -279,14 +296,12 @@ int run(const RunOptions& o, Clock::time_point start) {
 
 }  // namespace
 
-void add_run(CLI::App& app, int& exit_code) {
+void add_run(CLI::App& app, std::function<int()>& command) {
   const auto start = Clock::now();
   auto o = std::make_shared<RunOptions>();
   auto* sub = app.add_subcommand("run", "write text from a prompt")->alias("generate");
   sub->add_option("prompt", o->prompt, "the prompt (else --file or standard input)");
-  add_option(*sub, "-f,--file", o->file, "read the prompt from a file")
-      ->type_name("FILE")
-      ->default_str("");
+  sub->add_option("-f,--file", o->file, "read the prompt from a file")->type_name("FILE");
   name_variable(
       sub->add_flag("--raw", o->raw, "the prompt as it is, without the model's chat template"));
   o->model.add_model(*sub);
@@ -303,25 +318,26 @@ void add_run(CLI::App& app, int& exit_code) {
   auto* sampling = "Sampling";
   add_option(*sub, "--temperature,--temp", o->sampler.temperature,
              "0: always the most likely token")
-      ->check(CLI::Range(0.0f, 100.0f))
+      ->check(in_range(0.0f, 100.0f))
       ->group(sampling);
   add_option(*sub, "--top-k", o->sampler.top_k, "0: off")
       ->check(CLI::NonNegativeNumber)
       ->group(sampling);
   add_option(*sub, "--top-p", o->sampler.top_p, "1: off")
-      ->check(CLI::Range(0.0f, 1.0f))
+      ->check(in_range(0.0f, 1.0f))
       ->group(sampling);
   add_option(*sub, "--min-p", o->sampler.min_p, "0: off")
-      ->check(CLI::Range(0.0f, 1.0f))
+      ->check(in_range(0.0f, 1.0f))
       ->group(sampling);
   add_option(*sub, "--repetition-penalty,--repeat-penalty", o->sampler.repetition_penalty,
              "1: off; over the last 64 tokens")
-      ->check(CLI::Range(0.01f, 100.0f))
+      ->check(in_range(0.01f, 100.0f))
       ->group(sampling);
   name_variable(
       sub->add_option("--seed", o->seed, "for temperature > 0 (default: random, and reported)"))
       ->group(sampling);
-  sub->add_option("--stop", o->stop, "end before this text; may be given more than once")
+  name_variable(
+      sub->add_option("--stop", o->stop, "end before this text; may be given more than once"))
       ->take_all()
       ->allow_extra_args(false)
       ->group(sampling);
@@ -329,7 +345,8 @@ void add_run(CLI::App& app, int& exit_code) {
   name_variable(
       sub->add_flag("--stats", o->stats, "report pages, bytes, growth and times at the end"));
   name_variable(sub->add_flag("--json", o->json, "one JSON object on stdout instead of the text"));
-  sub->callback([o, start, &exit_code] { exit_code = run(*o, start); });
+  // On completion, not as a plain callback: else CLI11 reads this subcommand's variables for every other.
+  sub->parse_complete_callback([o, start, &command] { command = [=] { return run(*o, start); }; });
 }
 
 }  // namespace pagedkv::apps

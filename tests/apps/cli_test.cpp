@@ -102,6 +102,7 @@ TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
       {"run -m toy: x -t -1", "threads"},
       {"run -m toy: x --temperature -1", "temperature"},
       {"run -m toy: x --top-p 1.5", "top-p"},
+      {"run -m toy: x --temperature nan", "temperature"},
       {"run -m toy: x -n -2", "predict"},
       {"run -m toy: x --stop ''", "stop"},
       {"bench -m toy: -p 0 -n 0", "nothing"},
@@ -122,6 +123,41 @@ TEST_F(Cli, VariablesStandForFlagsAndFlagsWin) {
   EXPECT_EQ(run("run -m toy: x", "PAGEDKV_KV_CACHE_DTYPE=q5").code, 2);
   const auto q8 = run("run -m toy: -n 7 x", "PAGEDKV_KV_CACHE_DTYPE=q8");
   EXPECT_NE(q8.err.find("pages q8"), std::string::npos) << q8.err;
+}
+
+TEST_F(Cli, AVariableReachesItsOwnSubcommandAlone) {
+  EXPECT_EQ(run("run -m toy: -n 3 x", "PAGEDKV_N_PROMPT=junk").code, 0);
+  EXPECT_EQ(run("bench -m toy: -p 4 -n 0 -r 1 -t 1", "PAGEDKV_N_PROMPT=junk").code, 0);
+  EXPECT_EQ(run("bench -m toy: -n 0 -r 1 -t 1", "PAGEDKV_N_PROMPT=junk").code, 2);
+  const auto flag = run("run -m toy: -n 3 x --kv-cache-dtype f32", "PAGEDKV_CACHE_TYPE_K=q8");
+  EXPECT_NE(flag.err.find("pages f32"), std::string::npos) << flag.err;
+}
+
+TEST_F(Cli, OfAFlagGivenTwiceTheLastCounts) {
+  EXPECT_EQ(run("run -m toy: -n 3 -n 7 x").out, run("run -m toy: -n 7 x").out);
+}
+
+TEST_F(Cli, AnEndlessPromptIsRefused) {
+  const auto r = run("run -m toy: -n 3 --file /dev/zero");
+  EXPECT_EQ(r.code, 2);
+  EXPECT_NE(r.err.find("64.0 MiB"), std::string::npos) << r.err;
+  EXPECT_EQ(run("run -m toy: -n 3 --file " + dir.string()).code, 2);
+}
+
+TEST_F(Cli, AnInterruptedPromptReportsWhatWasComputed) {
+  const auto prompt = file("prompt", std::string(3000, 'x'));
+  const std::string out = (dir / "json").string();
+  const std::string command =
+      "timeout -s INT 1 '" + std::string(PAGEDKV_BINARY) + "' run -m " + models() +
+      "/SmolLM2-135M-Instruct.Q4_1.gguf -t 1 --raw --prefill-chunk 16 --json --file " + prompt +
+      " >" + out + " 2>/dev/null";
+  ASSERT_NE(std::system(command.c_str()), -1);
+  const auto j = nlohmann::json::parse(slurp(out));
+  EXPECT_EQ(j["finish_reason"], "cancelled");
+  EXPECT_GE(j["timings"]["prompt_ms"].get<double>(), 0);
+  EXPECT_LE(j["stats"]["block_utilization"].get<double>(), 1);
+  EXPECT_LE(j["stats"]["bytes_in_use"].get<int64_t>(),
+            j["stats"]["bytes_committed"].get<int64_t>());
 }
 
 TEST_F(Cli, SpellingsOfThePageFormat) {
@@ -217,6 +253,12 @@ TEST_F(Cli, AReadOnlyCacheFolderDoesNotMatterToARun) {
 }
 
 TEST_F(Cli, AFullDeviceIsReported) {
+  for (const char* args : {"bench -m toy: -p 4 -n 0 -r 1 -t 1", "--help"}) {
+    const std::string full =
+        std::string("'") + PAGEDKV_BINARY + "' " + args + " >/dev/full 2>/dev/null";
+    const int code = std::system(full.c_str());
+    EXPECT_EQ(WEXITSTATUS(code), 1) << args;
+  }
   const std::string command = std::string("'") + PAGEDKV_BINARY +
                               "' run -m toy: -n 20 hello >/dev/full 2>" + dir.string() + "/err";
   const int status = std::system(command.c_str());

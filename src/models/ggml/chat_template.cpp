@@ -1,8 +1,10 @@
 #include "models/ggml/chat_template.h"
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "chat.h"
@@ -24,6 +26,31 @@ std::string why_not(const llama_model* model) {
     return error.what();
   }
   return "not understood";
+}
+
+// llama-common's parser recurses: brackets and blocks nested deeper than any real template's would end the
+// program. Counts every opening one without its closing one, which only a hostile template has many of.
+constexpr int kMaxNesting = 200;
+constexpr size_t kMaxTemplateBytes = size_t{1} << 20;
+
+int deepest_nesting(std::string_view source) {
+  int depth = 0, blocks = 0, deepest = 0;
+  for (size_t i = 0; i < source.size(); ++i) {
+    const char c = source[i];
+    if (c == '(' || c == '[' || c == '{') ++depth;
+    if ((c == ')' || c == ']' || c == '}') && depth > 0) --depth;
+    if (source.substr(i, 2) == "{%") {
+      size_t word = source.find_first_not_of(" -+\n\t", i + 2);
+      if (word == std::string_view::npos) word = source.size();
+      const std::string_view rest = source.substr(word);
+      if (rest.starts_with("if") || rest.starts_with("for") || rest.starts_with("macro") ||
+          rest.starts_with("call") || rest.starts_with("filter"))
+        ++blocks;
+      if (rest.starts_with("end") && blocks > 0) --blocks;
+    }
+    deepest = std::max(deepest, depth + blocks);
+  }
+  return deepest;
 }
 
 class JinjaTemplate final : public ChatTemplate {
@@ -51,6 +78,14 @@ class JinjaTemplate final : public ChatTemplate {
 
  private:
   void parse() const {
+    const char* text = llama_model_chat_template(model_.get(), nullptr);
+    const std::string_view source = text ? text : "";
+    if (source.size() > kMaxTemplateBytes || deepest_nesting(source) > kMaxNesting) {
+      throw ModelError(path_ + ": tokenizer.chat_template: " + std::to_string(source.size()) +
+                       " bytes, nested " + std::to_string(deepest_nesting(source)) +
+                       " deep; the limits are " + std::to_string(kMaxTemplateBytes) + " and " +
+                       std::to_string(kMaxNesting));
+    }
     common_log_set_verbosity_thold(kSilent);
     try {
       templates_ = common_chat_templates_init(model_.get(), "");

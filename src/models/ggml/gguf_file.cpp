@@ -111,7 +111,8 @@ GgufFile::Mapping::~Mapping() {
 }
 
 GgufFile::GgufFile(const std::string& path) : path_(path) {
-  const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
+  const Descriptor file{
+      open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};  // a FIFO would block
   if (file.fd < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
   struct stat status;
   if (fstat(file.fd, &status) != 0) fail(std::string("cannot be read: ") + std::strerror(errno));

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "models/model.h"
+
 namespace pagedkv {
 
 LlamaTokenizer::LlamaTokenizer(LlamaVocabModel model, std::string path)
@@ -24,8 +26,12 @@ std::vector<int32_t> LlamaTokenizer::tokenize(std::string_view text, bool add_sp
   const auto length = static_cast<int32_t>(text.size());
   std::vector<int32_t> tokens(text.size() / 3 + 8);
   const auto run = [&] {
-    return llama_tokenize(vocab_, text.data(), length, tokens.data(),
-                          static_cast<int32_t>(tokens.size()), add_special, parse_special);
+    try {
+      return llama_tokenize(vocab_, text.data(), length, tokens.data(),
+                            static_cast<int32_t>(tokens.size()), add_special, parse_special);
+    } catch (const std::exception& error) {  // a vocabulary that lacks what its kind needs
+      throw ModelError(path_ + ": the vocabulary cannot tokenize this text: " + error.what());
+    }
   };
   int32_t count = run();
   if (count < 0 && count != std::numeric_limits<int32_t>::min()) {
