@@ -112,7 +112,9 @@ struct AttentionPlan::Impl {
   void add_jobs(const AttentionArgs& args);
   void add_sequence(const AttentionArgs& args, int sequence, int queries_per_tile);
   void add_items();
-  void split(int32_t job, int64_t target);
+  int64_t pieces(const Job& job, int64_t target) const noexcept;
+  int chunks(const Job& job, int64_t target) const noexcept;
+  void split(int32_t job, int64_t target, bool heads);
   int64_t cost(const Job& job) const noexcept;
   void add_item(int32_t job, int partition, int count);
   void size_buffers();
