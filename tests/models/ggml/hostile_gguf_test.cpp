@@ -343,6 +343,22 @@ TEST_F(HostileGguf, ABrokenTemplateSpoilsNothingButItself) {
   }
 }
 
+// llama-common's parser recurses and would end the program.
+TEST_F(HostileGguf, ATemplateNestedTooDeepIsRefused) {
+  std::string blocks;
+  for (int i = 0; i < 20000; ++i) blocks += "{% if 1 %}";
+  for (const std::string& source :
+       {"{{ " + std::string(100000, '(') + "1", "{{ " + std::string(20000, '[') + " }}", blocks,
+        std::string(2 << 20, 'x')}) {
+    const auto tokenizer = load_tokenizer(rewrite([&](gguf_context* g, ggml_context*) {
+      gguf_set_val_str(g, "tokenizer.chat_template", source.c_str());
+    }));
+    const ChatMessage message{"user", "Hi"};
+    EXPECT_THROW(make_chat_template(*tokenizer)->render({&message, 1}), ModelError)
+        << source.substr(0, 20);
+  }
+}
+
 TEST_F(HostileGguf, WhatATemplateRefusesIsAnArgumentsFault) {
   const auto tokenizer = load_tokenizer(rewrite([](gguf_context* g, ggml_context*) {
     gguf_set_val_str(g, "tokenizer.chat_template",
