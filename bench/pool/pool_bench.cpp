@@ -1,8 +1,7 @@
 // What the page pool costs, as JSON on stdout:
 //   allocate_release_ns  one page taken and given back (median of batches)
-//   grow_step            one commit of the same number of pages at 16 MiB and at 1 GiB held, budget
-//   asked
-//                        of the machine each time; the two alternate over pools of their own
+//   grow_step            one commit of the same number of pages at 16 MiB and at 1 GiB held, the budget
+//                        asked of the machine each time; the two alternate over pools of their own
 //   budget_us            asking the machine what is left (part of each commit)
 // Usage: pool_bench [small held MiB = 16] [large held MiB = 1024] [pairs = 9]
 #include <algorithm>

@@ -7,8 +7,7 @@
 //
 // touched: committed pages and the slack behind the last one, in whole OS pages; all of it is
 // backed. boundary: the end of what may be read and written; it moves in steps of kBoundaryStep, so
-// that an
-//   array costs two mappings however often it grows (vm.max_map_count is 65,530 by default).
+// that an array costs two mappings however often it grows (vm.max_map_count is 65,530 by default).
 // One OS page without access always follows, so that a stray write past an array faults.
 //
 // Huge pages are left to the system's setting; where it gives them unasked (transparent_hugepage =
@@ -27,8 +26,8 @@ namespace pagedkv {
 class PageMemory {
  public:
   static constexpr int64_t kBoundaryStep = int64_t{256} << 10;
-  static constexpr int64_t kSlackBytes =
-      64;  // readable behind the last page (kernels load whole vectors)
+  // Readable behind the last page: kernels load whole vectors.
+  static constexpr int64_t kSlackBytes = 64;
 
   // page_bytes and max_pages >= 1. Throws MemoryError when the address space is refused.
   PageMemory(int64_t page_bytes, int64_t max_pages);

@@ -22,25 +22,26 @@ namespace pagedkv {
 struct AttentionArgs {
   const float* queries = nullptr;  // [num_tokens, num_q_heads, keys.head_dim]
   float* out = nullptr;  // [num_tokens, num_q_heads, values.head_dim], must not overlap queries
-  float* log_sum_exp =
-      nullptr;  // optional [num_tokens, num_q_heads]; -inf where no token is visible
+  // Optional [num_tokens, num_q_heads]; -inf where no token is visible.
+  float* log_sum_exp = nullptr;
   LayerPages pages;
   int num_q_heads = 0;  // a multiple of pages.num_kv_heads
   int num_seqs = 0;
   const int32_t* query_start = nullptr;  // [num_seqs + 1], starts at 0, not decreasing
   const int32_t* seq_lens = nullptr;     // [num_seqs] tokens held; 0 gives rows of zeros
-  const PageId* block_table = nullptr;   // [num_seqs, block_table_stride]; entries past
-  int64_t block_table_stride =
-      0;                   //   ceil(seq_len / page_size) or wholly before the window are not read
+  // [num_seqs, block_table_stride]; entries past ceil(seq_len / page_size) or wholly before the window
+  // are not read.
+  const PageId* block_table = nullptr;
+  int64_t block_table_stride = 0;
   float scale = 0.0f;      // usually 1 / sqrt(head_dim)
-  bool causal = true;      // row at position p sees tokens [0, p]; else all seq_len tokens
+  bool causal = true;      // a row at position p sees tokens [0, p]; else all seq_len tokens
   int sliding_window = 0;  // > 0: of those, only the last `sliding_window` up to the row's position
   float logit_softcap = 0.0f;  // > 0: scores become cap * tanh(score / cap)
-  const float* sinks =
-      nullptr;  // optional [num_q_heads]: a logit without a value, joined to every row
-  const uint8_t* mask =
-      nullptr;  // optional [num_tokens, mask_stride], beside the rules above: 0 hides token t
-  int64_t mask_stride = 0;  //   of the row's sequence; at least the largest seq_len
+  // Optional [num_q_heads]: a logit without a value, joined to every row.
+  const float* sinks = nullptr;
+  // Optional [num_tokens, mask_stride], beside the rules above: 0 hides token t of the row's sequence.
+  const uint8_t* mask = nullptr;
+  int64_t mask_stride = 0;  // at least the largest seq_len
 };
 
 // The work list of a step and the scratch it needs. One plan serves every layer that has the same

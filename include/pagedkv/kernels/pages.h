@@ -13,11 +13,11 @@ using PageId = int32_t;  // a page of a layer group; valid in every layer of the
 
 // The K or the V pages of one layer.
 struct PageArray {
-  std::byte* data =
-      nullptr;  // [num_pages, page_size, num_kv_heads, row_bytes(format, head_dim)], C order;
-                // 64 more bytes after the last page may be read
-  float* scales =
-      nullptr;  // [num_pages, page_size, num_kv_heads, 1]; null where the format has none
+  // [num_pages, page_size, num_kv_heads, row_bytes(format, head_dim)], C order; 64 more bytes after the
+  // last page may be read.
+  std::byte* data = nullptr;
+  // [num_pages, page_size, num_kv_heads, 1]; null where the format has none.
+  float* scales = nullptr;
   PageFormat format = PageFormat::kF16;
   int head_dim = 0;  // 1..512
 };
