@@ -26,6 +26,7 @@ struct BenchOptions {
   std::vector<int> num_prompt{512}, num_gen{128}, depth{0}, threads;
   int repetitions = 5;
   bool no_warmup = false;
+  std::string flash_attn = "1";
   std::string output = "md";
 };
 
@@ -240,7 +241,8 @@ void add_bench(CLI::App& app, std::function<int()>& command) {
   add_option(*sub, "-o,--output", o->output, "md, json or jsonl")
       ->check(CLI::IsMember({"md", "json", "jsonl"}));
   name_variable(sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out"));
-  sub->add_option("--flash-attn", "(-fa) accepted: attention is always fused")->group("");
+  add_option(*sub, "--flash-attn", o->flash_attn, "(-fa) attention is always fused: 1, on or auto")
+      ->check(CLI::IsMember({"1", "on", "auto"}));
   o->model.add_pages(*sub);
   sub->parse_complete_callback([o, &command] { command = [=] { return bench(*o); }; });
 }

@@ -130,8 +130,7 @@ void ModelOptions::add_model(CLI::App& app) {
              "one arithmetic: auto (where it is free or nearly), on, off (fastest)")
       ->check(CLI::IsMember({"auto", "on", "off"}));
   add_option(app, "--n-gpu-layers,--gpu-layers", num_gpu_layers,
-             "(-ngl) layers on a GPU: the engine runs on the CPU, so 0")
-      ->group("");
+             "(-ngl) layers on a GPU: the engine runs on the CPU, so 0");
 }
 
 void ModelOptions::add_pages(CLI::App& app) {

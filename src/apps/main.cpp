@@ -47,6 +47,31 @@ void prefer_flag(const std::vector<std::string>& args, std::initializer_list<con
         for (const char* variable : variables) unsetenv(variable);
 }
 
+bool given(const std::vector<std::string>& args, const CLI::Option& option) {
+  std::vector<std::string> names;
+  for (const auto& name : option.get_lnames()) names.push_back("--" + name);
+  for (const auto& name : option.get_fnames()) names.push_back("--" + name);
+  for (const auto& arg : args) {
+    if (arg == "--") return false;
+    for (const auto& name : names)
+      if (arg == name || arg.rfind(name + "=", 0) == 0) return true;
+    for (const auto& name : option.get_snames())
+      if (arg.rfind("-" + name, 0) == 0) return true;
+  }
+  return false;
+}
+
+// Puts the variables of flags that are not given in front of the arguments, so that a bad value is an error like any
+// other: CLI11 drops such values in some versions.
+void add_variables(const CLI::App& sub, std::vector<std::string>& args) {
+  for (const CLI::Option* option : sub.get_options()) {
+    const std::string variable = option->get_envname();
+    const char* value = variable.empty() ? nullptr : std::getenv(variable.c_str());
+    if (value && *value && !given(args, *option))
+      args.insert(args.begin() + 1, "--" + option->get_lnames().front() + "=" + value);
+  }
+}
+
 int run_main(int argc, char** argv) {
   CLI::App app("pagedkv runs language models (GGUF) on a paged KV cache.", "pagedkv");
   app.set_version_flag("--version", PAGEDKV_VERSION_TEXT);
@@ -56,14 +81,15 @@ int run_main(int argc, char** argv) {
   add_run(app, command);
   add_bench(app, command);
   auto args = rewrite_short_flags(argc, argv);
-  const auto subcommands = app.get_subcommands([](const CLI::App*) { return true; });
-  if (!args.empty() && args[0].rfind('-', 0) != 0 &&
-      std::none_of(subcommands.begin(), subcommands.end(),
-                   [&](const CLI::App* sub) { return sub->check_name(args[0]); }))
+  const CLI::App* sub = nullptr;
+  for (const CLI::App* each : app.get_subcommands([](const CLI::App*) { return true; }))
+    if (!args.empty() && each->check_name(args[0])) sub = each;
+  if (!args.empty() && args[0].rfind('-', 0) != 0 && !sub)
     throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are run and bench");
   prefer_flag(args,
               {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
               {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});
+  if (sub) add_variables(*sub, args);
   std::reverse(args.begin(), args.end());  // CLI11 takes them last first
   try {
     app.parse(args);

@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <sstream>
@@ -40,7 +42,7 @@ struct RunOptions {
   int64_t max_new_tokens = -1;
   int prefill_chunk = 0;
   SamplerOptions sampler;
-  std::optional<uint64_t> seed;
+  int64_t seed = -1;
   std::vector<std::string> stop;
 };
 
@@ -63,15 +65,16 @@ std::string read_all(std::istream& in, const std::string& name) {
 std::string read_prompt(const RunOptions& o) {
   if (!o.prompt.empty() && !o.file.empty())
     throw std::invalid_argument("--file " + o.file + ": a prompt is given as an argument already");
+  const bool dash = o.prompt == std::vector<std::string>{"-"};
   std::string text;
   if (!o.file.empty()) {
     std::ifstream in(o.file, std::ios::binary);
     if (!in.is_open() || std::filesystem::is_directory(o.file))
       throw std::invalid_argument("--file " + o.file + ": cannot be read");
     text = read_all(in, "--file " + o.file);
-  } else if (!o.prompt.empty()) {
+  } else if (!o.prompt.empty() && !dash) {
     for (const auto& word : o.prompt) text += (text.empty() ? "" : " ") + word;
-  } else if (!isatty(STDIN_FILENO)) {
+  } else if (!isatty(STDIN_FILENO) || dash) {
     text = read_all(std::cin, "standard input");
     if (!text.empty() && text.back() == '\n') text.pop_back();
   }
@@ -188,7 +191,7 @@ ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_
                                                  static_cast<double>(peak_pages * pool.page_size())
                                            : 0.0},
           {"bytes_per_token", pool.bytes_per_token()},
-          {"bytes_in_use", tokens * pool.bytes_per_token()},
+          {"bytes_in_use", peak_pages * pool.page_size() * pool.bytes_per_token()},
           {"bytes_committed", s.bytes_committed},
           {"bytes_resident", pool.bytes_resident()},
           {"bytes_reserved", s.bytes_reserved},
@@ -248,8 +251,9 @@ int run(const RunOptions& o, Clock::time_point start) {
   GenerationRequest request;
   request.prompt = prompt;
   request.sampler = o.sampler;
-  request.sampler.seed = o.seed.value_or(std::random_device{}());
-  if (o.sampler.temperature > 0 && !o.seed)
+  request.sampler.top_k = std::max(0, o.sampler.top_k);
+  request.sampler.seed = o.seed < 0 ? std::random_device{}() : static_cast<uint64_t>(o.seed);
+  if (o.sampler.temperature > 0 && o.seed < 0)
     log(LogLevel::kInfo, "seed " + std::to_string(request.sampler.seed));
   request.max_new_tokens = o.max_new_tokens;
   request.stop = o.stop;
@@ -300,7 +304,9 @@ void add_run(CLI::App& app, std::function<int()>& command) {
   const auto start = Clock::now();
   auto o = std::make_shared<RunOptions>();
   auto* sub = app.add_subcommand("run", "write text from a prompt")->alias("generate");
-  sub->add_option("prompt", o->prompt, "the prompt (else --file or standard input)");
+  sub->add_option(
+      "-p,--prompt,prompt", o->prompt,
+      "the prompt, with or without the flag (else --file or, also as -, standard input)");
   sub->add_option("-f,--file", o->file, "read the prompt from a file")->type_name("FILE");
   name_variable(
       sub->add_flag("--raw", o->raw, "the prompt as it is, without the model's chat template"));
@@ -320,8 +326,8 @@ void add_run(CLI::App& app, std::function<int()>& command) {
              "0: always the most likely token")
       ->check(in_range(0.0f, 100.0f))
       ->group(sampling);
-  add_option(*sub, "--top-k", o->sampler.top_k, "0: off")
-      ->check(CLI::NonNegativeNumber)
+  add_option(*sub, "--top-k", o->sampler.top_k, "0 or -1: off")
+      ->check(CLI::Range(-1, std::numeric_limits<int32_t>::max()))
       ->group(sampling);
   add_option(*sub, "--top-p", o->sampler.top_p, "1: off")
       ->check(in_range(0.0f, 1.0f))
@@ -333,8 +339,8 @@ void add_run(CLI::App& app, std::function<int()>& command) {
              "1: off; over the last 64 tokens")
       ->check(in_range(0.01f, 100.0f))
       ->group(sampling);
-  name_variable(
-      sub->add_option("--seed", o->seed, "for temperature > 0 (default: random, and reported)"))
+  add_option(*sub, "-s,--seed", o->seed, "for temperature > 0 (-1: random, and reported)")
+      ->check(CLI::Range(int64_t{-1}, std::numeric_limits<int64_t>::max()))
       ->group(sampling);
   name_variable(
       sub->add_option("--stop", o->stop, "end before this text; may be given more than once"))

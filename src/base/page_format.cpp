@@ -24,11 +24,11 @@ PageFormat parse_page_format(std::string_view word) {
   for (char c : word)
     w += c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   if (w == "f32" || w == "float32" || w == "fp32") return PageFormat::kF32;
-  if (w == "f16" || w == "float16" || w == "fp16" || w == "half" || w == "off")
+  if (w == "f16" || w == "float16" || w == "fp16" || w == "half" || w == "off" || w == "auto")
     return PageFormat::kF16;
   if (w == "q8" || w == "int8" || w == "q8_0") return PageFormat::kQ8;
   throw std::invalid_argument("page format \"" + std::string(word) + "\": exists are " +
-                              page_format_names() + " (off = f16)");
+                              page_format_names() + " (off and auto = f16)");
 }
 
 int64_t row_bytes(PageFormat format, int head_dim) noexcept {

@@ -68,6 +68,8 @@ TEST_F(Cli, ThePromptComesFromArgumentFileOrStdin) {
   EXPECT_EQ(run("run -m toy: -n 20 hello world").out, want);
   EXPECT_EQ(run("run -m toy: -n 20", "", prompt).out, want);
   EXPECT_EQ(run("run -m toy: -n 20 --file " + file("exact", "hello world")).out, want);
+  EXPECT_EQ(run("run -m toy: -n 20 -p 'hello world'").out, want);
+  EXPECT_EQ(run("run -m toy: -n 20 -", "", prompt).out, want);
   EXPECT_EQ(run("run -m toy: -n 20").code, 2);
   EXPECT_EQ(run("run -m toy: -n 20 --file /nonexistent").code, 2);
   EXPECT_EQ(run("run -m toy: -n 20 hello --file " + prompt).code, 2);
@@ -104,6 +106,9 @@ TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
       {"run -m toy: x --top-p 1.5", "top-p"},
       {"run -m toy: x --temperature nan", "temperature"},
       {"run -m toy: x -n -2", "predict"},
+      {"run -m toy: x --top-k -2", "top-k"},
+      {"run -m toy: x --seed -2", "seed"},
+      {"bench -m toy: -fa 0", "flash-attn"},
       {"run -m toy: x --stop ''", "stop"},
       {"bench -m toy: -p 0 -n 0", "nothing"},
       {"bench -m toy: -o xml", "xml"},

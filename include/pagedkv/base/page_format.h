@@ -18,7 +18,7 @@ enum class PageFormat : uint8_t { kF32, kF16, kQ8 };
 std::string_view page_format_name(PageFormat format) noexcept;
 
 // The format that `word` names: the names above and their familiar spellings (any case, "-" as "_"):
-// float32, fp32, float16, fp16, half, off (= f16), int8, q8_0. Throws std::invalid_argument, naming
+// float32, fp32, float16, fp16, half, off and auto (= f16), int8, q8_0. Throws std::invalid_argument, naming
 // the word and the formats that exist.
 PageFormat parse_page_format(std::string_view word);
 
