@@ -51,6 +51,10 @@ struct Cli : testing::Test {
         << "PAGEDKV_TEST_MODELS: run scripts/test.sh, which makes the test models";
     return folder ? folder : "";
   }
+  // As a word of the shell.
+  static std::string quoted_model(const std::string& name) {
+    return std::string("'").append(models()).append("/").append(name).append("'");
+  }
   std::filesystem::path dir;
 };
 
@@ -152,10 +156,10 @@ TEST_F(Cli, AnEndlessPromptIsRefused) {
 TEST_F(Cli, AnInterruptedPromptReportsWhatWasComputed) {
   const auto prompt = file("prompt", std::string(3000, 'x'));
   const std::string out = (dir / "json").string();
-  const std::string command =
-      "timeout -s INT 1 '" + std::string(PAGEDKV_BINARY) + "' run -m " + models() +
-      "/SmolLM2-135M-Instruct.Q4_1.gguf -t 1 --raw --prefill-chunk 16 --json --file " + prompt +
-      " >" + out + " 2>/dev/null";
+  const std::string command = "timeout -s INT 1 '" + std::string(PAGEDKV_BINARY) + "' run -m " +
+                              quoted_model("SmolLM2-135M-Instruct.Q4_1.gguf") +
+                              " -t 1 --raw --prefill-chunk 16 --json --file " + prompt + " >" +
+                              out + " 2>/dev/null";
   ASSERT_NE(std::system(command.c_str()), -1);
   const auto j = nlohmann::json::parse(slurp(out));
   EXPECT_EQ(j["finish_reason"], "cancelled");
@@ -273,7 +277,7 @@ TEST_F(Cli, AFullDeviceIsReported) {
 
 // The CHAIN model knows its text exactly.
 TEST_F(Cli, ARealModelFileWritesItsText) {
-  const std::string chain = "run -m " + models() + "/chain.gguf ";
+  const std::string chain = "run -m " + quoted_model("chain.gguf") + " ";
   EXPECT_EQ(run(chain + "-n 26 ABC").out, "DEFGHIJKLMNOPQRSTUVWXYZABC\n");
   EXPECT_EQ(run(chain + "-n 26 --stop GHI ABC").out, "DEF\n");
   EXPECT_EQ(run(chain + "-n 26 --stop GHX ABC").out, "DEFGHIJKLMNOPQRSTUVWXYZABC\n");
