@@ -227,7 +227,8 @@ std::string stats_text(const ordered_json& stats, const ordered_json& timings) {
   return out.str();
 }
 
-int run(const RunOptions& o, Clock::time_point start) {
+int run(RunOptions o, Clock::time_point start) {
+  o.model.num_threads = o.model.threads();  // settled once: the default follows the machine's load
   const std::string text = read_prompt(o);
   const KvSettings settings = o.model.kv_settings();
   auto m = load_model(o.model, true);
