@@ -8,6 +8,7 @@
 
 #include "acceptance/test_model.h"
 #include "models/ggml/ggml_text.h"
+#include "models/ggml/test_models.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::testing {
@@ -25,13 +26,6 @@ std::vector<int32_t> prompt_tokens(const std::string& model) {
   return tokens;
 }
 
-std::unique_ptr<Model> load(const std::string& path, int num_threads, ExactMode exact) {
-  GgmlModelOptions options;
-  options.num_threads = num_threads;
-  options.exact = exact;
-  return load_ggml_model(path, options);
-}
-
 // With PAGEDKV_TEST_SCALE of 10 or more each way is taken with each format; else the formats share them out.
 bool every_way() {
   const char* scale = std::getenv("PAGEDKV_TEST_SCALE");
@@ -41,7 +35,9 @@ bool every_way() {
 class Ways {
  public:
   Ways(const std::string& path, ExactMode exact)
-      : prompt_(prompt_tokens(path)), one_(load(path, 1, exact)), two_(load(path, 2, exact)) {}
+      : prompt_(prompt_tokens(path)),
+        one_(test::load(path, 1, exact)),
+        two_(test::load(path, 2, exact)) {}
 
   const ModelInfo& info() const { return two_->info(); }
 
