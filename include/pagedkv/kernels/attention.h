@@ -42,6 +42,10 @@ struct AttentionArgs {
   // Optional [num_tokens, mask_stride], beside the rules above: 0 hides token t of the row's sequence.
   const uint8_t* mask = nullptr;
   int64_t mask_stride = 0;  // at least the largest seq_len
+  // Optional [num_tokens, bias_stride]: added to the scaled (and capped) scores of every head; -inf hides
+  // a token as the mask does.
+  const float* bias = nullptr;
+  int64_t bias_stride = 0;  // at least the largest seq_len
 };
 
 // The work list of a step and the scratch it needs. One plan serves every layer that has the same
@@ -88,5 +92,17 @@ struct StoreArgs {
 
 // True when every row can be stored: what a caller asks before store() if nothing may be half done.
 [[nodiscard]] bool storable(const StoreArgs& args) noexcept;
+
+// Reads tokens back: keys and values of slot_mapping[t] become row t, code * scale with one rounding.
+struct FetchArgs {
+  LayerPages pages;
+  const int64_t* slot_mapping = nullptr;  // [num_tokens]; none is negative
+  int num_tokens = 0;
+  float* keys = nullptr;    // [num_tokens, num_kv_heads, keys.head_dim]; null: not wanted
+  float* values = nullptr;  // [num_tokens, num_kv_heads, values.head_dim]; null: not wanted
+};
+
+// With the active kernel set. Neither allocates nor locks.
+void fetch(const FetchArgs& args, Executor& executor) noexcept;
 
 }  // namespace pagedkv
