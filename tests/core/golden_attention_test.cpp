@@ -1,7 +1,7 @@
 // The seed's attention on recorded keys, values and queries (tests/data/golden/attention.txt), through
 // PagedKVCache on every kernel set: within the tolerance of the seed's own error, and within rounding of
-// a softmax in double precision over what the pages hold. Differences of meaning are kDeviations, each of
-// which must occur.
+// a softmax in double precision over what the pages hold. Differences of meaning are listed deviations, each
+// of which must occur.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,26 +12,12 @@
 #include <vector>
 
 #include "core/golden_data.h"
+#include "core/golden_deviations.h"
 #include "pagedkv/core/paged_kv_cache.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::testing {
 namespace {
-
-// docs/mtplx.md holds the same list.
-constexpr Deviation kDeviations[] = {
-    {"q8 without a mask",
-     "the seed's q8 then lets every query see every token; we ask for that with "
-     "causal = false"},
-    {"windows of the context",
-     "the seed's window is of the whole context, for each of its queries; "
-     "ours is a query's own, so that we say it with a mask"},
-    {"rows without a token", "give zeros; the mean of the values on one of the seed's routes"},
-    {"more queries than tokens", "refused: queries are tokens held; each is asked for alone here"},
-    {"declined",
-     "the seed declines array masks on the default route and float16 from 1,024 tokens "
-     "without Metal; attend() answers, and is held to the double-precision softmax"},
-};
 
 // Which keys a query row sees, and what is added to its scores.
 struct Visibility {
@@ -185,7 +171,7 @@ double rounding(const std::string& dtype, double value) {
 
 TEST(GoldenAttention, WithinTheSeedsErrorOnEveryKernelSet) {
   const GoldenFile file("attention");
-  Deviations deviations(kDeviations);
+  Deviations deviations(Deviation::kAttention);
   const std::string before = kernels().name;
   int cases = 0, runs = 0;
   double worst_share = 0;
@@ -212,7 +198,7 @@ TEST(GoldenAttention, WithinTheSeedsErrorOnEveryKernelSet) {
         ASSERT_NEAR(ours[i], exact[i], limit) << "element " << i;
       }
       if (c.declined) {
-        deviations.met("declined");
+        deviations.met("nothing declined");
         continue;
       }
       ASSERT_EQ(ours.size(), seed.size());

@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iostream>
 #include <iterator>
 #include <stdexcept>
 #include <utility>
@@ -314,27 +313,6 @@ void GoldenEnvironment::set(const std::string& name, const std::optional<std::st
 void GoldenEnvironment::set_all(const GoldenLine& line) {
   for (const auto& [name, word] : line.under("env"))
     set(name, word == "null" ? std::nullopt : std::optional<std::string>(unquote(word)));
-}
-
-void Deviations::met(std::string_view name) {
-  for (size_t i = 0; i < list_.size(); ++i) {
-    if (list_[i].name != name) continue;
-    ++counts_[i];
-    return;
-  }
-  throw std::logic_error("no deviation is called " + std::string(name));
-}
-
-std::vector<std::string> Deviations::unused() const {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < list_.size(); ++i)
-    if (counts_[i] == 0) names.emplace_back(list_[i].name);
-  return names;
-}
-
-void Deviations::print() const {
-  for (size_t i = 0; i < list_.size(); ++i)
-    std::cout << "  " << counts_[i] << " x " << list_[i].name << ": " << list_[i].reason << '\n';
 }
 
 }  // namespace pagedkv::testing

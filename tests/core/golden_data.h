@@ -105,24 +105,4 @@ class GoldenEnvironment {
   std::map<std::string, std::optional<std::string>> before_;
 };
 
-// One way in which we differ from the seed on purpose. docs/mtplx.md has the same list.
-struct Deviation {
-  std::string_view name;
-  std::string_view reason;
-};
-
-// Counts how often each listed deviation occurs; naming one that is not listed is an error.
-class Deviations {
- public:
-  explicit Deviations(std::span<const Deviation> list) : list_(list), counts_(list.size(), 0) {}
-  void met(std::string_view name);
-  // Names of those never met.
-  std::vector<std::string> unused() const;
-  void print() const;
-
- private:
-  std::span<const Deviation> list_;
-  std::vector<int> counts_;
-};
-
 }  // namespace pagedkv::testing

@@ -1,6 +1,6 @@
 // Replays what the seed did (tests/data/golden/traces.txt) on PagedKVCache: after every operation its
 // result or error, the state, the pages' bytes and the statistics must be the seed's, or the difference
-// must be one of kDeviations. Each of those must occur.
+// must be one of the listed deviations. Each of those must occur.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,65 +18,12 @@
 #include <vector>
 
 #include "core/golden_data.h"
+#include "core/golden_deviations.h"
 #include "core/golden_seen.h"
 #include "pagedkv/core/paged_kv_cache.h"
 
 namespace pagedkv::testing {
 namespace {
-
-// docs/mtplx.md holds the same list.
-constexpr Deviation kDeviations[] = {
-    // What a call means.
-    {"options at construction",
-     "options are read once; a variable that changes later means a new "
-     "cache (from_cache)"},
-    {"checked geometry", "block_size and num_blocks below 1 are refused; the seed fails later"},
-    {"negative trim", "refused; the seed moves its offset over rows that nobody wrote"},
-    {"whole tokens", "trim takes an integer; the seed takes 1.9 and \"2\" too"},
-    {"values match keys",
-     "other heads or tokens than the keys' are refused; the seed broadcasts or "
-     "misplaces them"},
-    {"a refusal changes nothing", "the seed has allocated pages when it refuses a first write"},
-    {"no half-made pages",
-     "the seed keeps pages of keys without values when it refuses an odd "
-     "value_head_dim, and then refuses every write"},
-    {"a refused state changes nothing", "the seed has emptied the cache when it refuses a state"},
-    {"half of an empty cache",
-     "set_keys and set_values on an empty cache are refused; the seed ignores "
-     "them"},
-    {"one sequence", "views have no batch: what the seed refuses cannot be said"},
-    // Attention.
-    {"q8 without a mask",
-     "the seed's q8 then lets every query see every token; we ask for that with "
-     "causal = false"},
-    {"windows of the context",
-     "the seed's window is of the whole context, for each of its queries; ours "
-     "is a query's own, so that we say it with a mask"},
-    {"nothing declined",
-     "the seed returns nothing for an empty cache, or heads that do not divide; "
-     "these are errors, and no query gives an empty result"},
-    {"one route", "variables that choose between the seed's routes have no meaning"},
-    {"no guards",
-     "attention never materialises keys and values, so that nothing forbids reading them"},
-    // Memory and statistics.
-    {"no working copies",
-     "quantised pages are read as they are; the seed holds a mirror (q8) or a bank "
-     "(q4) beside them"},
-    {"memory follows use",
-     "where growth is on, memory is committed as tokens come; the seed allocates "
-     "its whole capacity"},
-    {"no token, no memory", "a first write without a token sets shapes and commits nothing"},
-    {"attention is no read",
-     "attention reads the pages; the seed's dense route counts a read of state"},
-    {"restoring is no read", "the seed reads the state that it replaces"},
-    {"every read counts",
-     "rows that a read dequantises are counted each time; the seed counts what "
-     "its mirror did not hold yet"},
-    {"a blank window", "counts as unset; the seed's statistics are an error then"},
-    {"no installer",
-     "what the seed's installer reports is the Python package's; what it does to a "
-     "cache is replayed"},
-};
 
 // A field that the seed shows after an operation, and what it is here.
 struct Counterpart {
@@ -203,7 +150,7 @@ int64_t count_of(const Words& words, const std::string& field) {
 
 // What came of all traces.
 struct Tally {
-  Deviations deviations{kDeviations};
+  Deviations deviations{Deviation::kTraces};
   std::set<std::string_view> fields_met;  // of kCounterparts
   int traces = 0, operations = 0, comparisons = 0, not_comparable = 0;
 };
@@ -570,7 +517,7 @@ void Replay::compare_observed(const Words& seed, const Words& ours) {
   for (const Words* words : {&seed, &ours})
     for (const auto& field : *words) fields.insert(field.first);
   const bool no_stats = seed.contains("stats.error.type");
-  if (no_stats) tally_.deviations.met("a blank window");
+  if (no_stats) tally_.deviations.met("blank variable");
   for (const std::string& field : fields) {
     if (no_stats && field.starts_with("stats.")) continue;
     const Counterpart* c = counterpart(field);
