@@ -178,6 +178,78 @@ TEST(Store, StorableSaysBeforehand) {
   EXPECT_TRUE(storable({bad.data(), bad.data(), f16.view, slots, 2}));
 }
 
+// ---- reading back -----------------------------------------------------------------------------------------------
+
+// What `set` reads from `slots` of pages: [token][head][element] of the keys.
+std::vector<float> fetch_rows(const KernelSet& set, Pages& pages, const std::vector<int64_t>& slots,
+                              int threads = 1) {
+  const size_t row = static_cast<size_t>(pages.view.num_kv_heads) * pages.view.keys.head_dim;
+  std::vector<float> keys(slots.size() * row + 1, -7.0f), values = keys;
+  ThreadPool pool(threads);
+  set.fetch({pages.view, slots.data(), static_cast<int>(slots.size()), keys.data(), values.data()},
+            pool);
+  EXPECT_EQ(std::memcmp(keys.data(), values.data(), keys.size() * sizeof(float)), 0);
+  EXPECT_EQ(keys.back(), -7.0f) << "one past the end";
+  keys.pop_back();
+  return keys;
+}
+
+TEST(Fetch, SetsAgreeForEveryHeadDim) {
+  for (PageFormat format : kFormats)
+    for (int dim = 1; dim <= 512; dim += dim < 160 ? 1 : 44) {
+      if (!fits(format, dim)) continue;
+      Pages pages(format, dim, 2, 9);
+      ASSERT_TRUE(store_rows(reference_set(), pages, data(dim, int64_t{dim} * 18)));
+      const std::vector<int64_t> slots = {8, 0, 3, 3, 7};
+      const std::vector<float> expected = fetch_rows(reference_set(), pages, slots);
+      for (const KernelSet* set : supported_sets())
+        ASSERT_EQ(std::memcmp(fetch_rows(*set, pages, slots, 2).data(), expected.data(),
+                              expected.size() * sizeof(float)),
+                  0)
+            << set->name << ' ' << page_format_name(format) << ' ' << dim;
+    }
+}
+
+TEST(Fetch, SetsAgreeOnEveryByte) {
+  for (PageFormat format : kFormats) {
+    constexpr int kDim = 192;
+    Pages pages(format, kDim, 1, 400);
+    uint64_t state = 8;
+    for (std::byte& b : pages.bytes[0]) b = static_cast<std::byte>(splitmix64(state));
+    for (float& s : pages.scales[0])
+      s = std::bit_cast<float>(static_cast<uint32_t>(splitmix64(state)) & 0xbfffffffu);
+    pages.scales[0][0] = 0.0f;
+    std::copy(pages.bytes[0].begin(), pages.bytes[0].end(), pages.bytes[1].begin());
+    std::copy(pages.scales[0].begin(), pages.scales[0].end(), pages.scales[1].begin());
+    std::vector<int64_t> slots(400);
+    std::iota(slots.begin(), slots.end(), 0);
+    const std::vector<float> expected = fetch_rows(reference_set(), pages, slots);
+    for (const KernelSet* set : supported_sets()) {
+      const std::vector<float> rows = fetch_rows(*set, pages, slots);
+      for (size_t i = 0; i < rows.size(); ++i)
+        if (!(std::isnan(rows[i]) && std::isnan(expected[i]))) {
+          ASSERT_EQ(std::bit_cast<uint32_t>(rows[i]), std::bit_cast<uint32_t>(expected[i]))
+              << set->name << ' ' << page_format_name(format) << ' ' << i;
+        }
+    }
+  }
+}
+
+TEST(Fetch, LeavesOutWhatIsNotWanted) {
+  for (const KernelSet* set : supported_sets()) {
+    Pages pages(PageFormat::kQ6, 64, 1, 1);
+    const std::vector<float> x = data(5, 64);
+    ASSERT_TRUE(store_rows(*set, pages, x));
+    const int64_t slot = 0;
+    std::vector<float> keys(64), values(64);
+    ThreadPool pool(1);
+    set->fetch({pages.view, &slot, 1, keys.data(), nullptr}, pool);
+    set->fetch({pages.view, &slot, 1, nullptr, values.data()}, pool);
+    EXPECT_EQ(keys, values);
+    EXPECT_LT(relative_error(keys, x), 0.02);
+  }
+}
+
 // ---- the recorded package ---------------------------------------------------------------------------------------------
 
 struct GoldenCase {
