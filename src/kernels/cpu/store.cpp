@@ -10,8 +10,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "base/float_environment.h"
 #include "base/page_codec.h"
-#include "kernels/float_environment.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
