@@ -1,4 +1,4 @@
-// IEEE 754 binary16 in software: the same bits on every machine, whatever its instructions.
+// IEEE 754 binary16 and bfloat16 in software: the same bits on every machine, whatever its instructions.
 #pragma once
 
 #include <bit>
@@ -37,6 +37,18 @@ inline uint16_t float_to_half(float value) noexcept {
   }
   bits += 0xfff + ((bits >> 13) & 1);
   return static_cast<uint16_t>(sign | (bits - 0x38000000) >> 13);
+}
+
+// bfloat16 is the upper half of a float. Exact.
+inline float bfloat16_to_float(uint16_t upper) noexcept {
+  return std::bit_cast<float>(uint32_t{upper} << 16);
+}
+
+// Rounds to nearest even; too large becomes infinity. A NaN becomes quiet and keeps its payload's top bits.
+inline uint16_t float_to_bfloat16(float value) noexcept {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 }  // namespace pagedkv

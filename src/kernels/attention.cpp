@@ -32,6 +32,8 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
   return kernels().store(args, executor);
 }
 
+void fetch(const FetchArgs& args, Executor& executor) noexcept { kernels().fetch(args, executor); }
+
 bool storable(const StoreArgs& args) noexcept {
   const LayerPages& p = args.pages;
   for (int64_t t = 0; t < args.num_tokens; ++t)

@@ -12,8 +12,9 @@
 namespace pagedkv {
 namespace {
 
-constexpr KernelSet kReference = {"reference", "nothing", +[]() noexcept { return true; },
-                                  reference::attend, reference::store};
+constexpr KernelSet kReference = {
+    "reference",       "nothing",        +[]() noexcept { return true; },
+    reference::attend, reference::store, reference::fetch};
 
 const std::vector<KernelSet>& all_sets() {
   static const std::vector<KernelSet> sets = [] {

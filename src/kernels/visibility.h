@@ -1,4 +1,4 @@
-// Which tokens a query row sees: a range, less what an array mask hides.
+// Which tokens a query row sees: a range, less what an array mask or a bias of -infinity hides.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,14 @@ inline const uint8_t* mask_row(const AttentionArgs& args, int64_t row) noexcept 
   return args.mask ? args.mask + row * args.mask_stride : nullptr;
 }
 
+// The biases of a row, or null.
+inline const float* bias_row(const AttentionArgs& args, int64_t row) noexcept {
+  return args.bias ? args.bias + row * args.bias_stride : nullptr;
+}
+
 // Bit j: token `first` + j of a tile is seen.
-inline uint16_t visible_bits(TokenRange range, const uint8_t* mask, int64_t first) noexcept {
+inline uint16_t visible_bits(TokenRange range, const uint8_t* mask, const float* bias,
+                             int64_t first) noexcept {
   const int from = static_cast<int>(std::clamp<int64_t>(range.first - first, 0, kTile));
   const int to = static_cast<int>(std::clamp<int64_t>(range.last - first, 0, kTile));
   if (from >= to) return 0;
@@ -39,6 +45,9 @@ inline uint16_t visible_bits(TokenRange range, const uint8_t* mask, int64_t firs
   if (mask)
     for (int j = from; j < to; ++j)
       if (!mask[first + j]) bits &= ~(1u << j);
+  if (bias)
+    for (int j = from; j < to; ++j)
+      if (bias[first + j] == -kInfinity) bits &= ~(1u << j);
   return static_cast<uint16_t>(bits);
 }
 

@@ -51,5 +51,31 @@ TEST(Half, TooLargeIsInfiniteTooSmallIsZero) {
   EXPECT_EQ(float_to_half(-std::numeric_limits<float>::denorm_min()), 0x8000);
 }
 
+TEST(BFloat16, EveryOneComesBackAsItWas) {
+  for (uint32_t h = 0; h < 0x10000; ++h) {
+    const float value = bfloat16_to_float(static_cast<uint16_t>(h));
+    if (std::isnan(value))
+      EXPECT_EQ(float_to_bfloat16(value), h | 0x40) << "quiet, with the payload's top bits";
+    else
+      ASSERT_EQ(float_to_bfloat16(value), h);
+  }
+}
+
+TEST(BFloat16, RoundsToNearestEven) {
+  for (uint32_t h = 0; h < 0x7f80; ++h) {
+    const uint32_t low = h << 16, middle = low | 0x8000;
+    ASSERT_EQ(float_to_bfloat16(std::bit_cast<float>(middle)), h % 2 ? h + 1 : h);
+    ASSERT_EQ(float_to_bfloat16(std::bit_cast<float>(middle - 1)), h);
+    ASSERT_EQ(float_to_bfloat16(std::bit_cast<float>(middle + 1)), h + 1);
+    ASSERT_EQ(float_to_bfloat16(-std::bit_cast<float>(middle + 1)), 0x8000 | (h + 1));
+  }
+  EXPECT_EQ(float_to_bfloat16(std::numeric_limits<float>::max()), 0x7f80) << "infinity";
+}
+
+TEST(BFloat16, ANaNWithALowPayloadStaysOne) {
+  EXPECT_EQ(float_to_bfloat16(std::bit_cast<float>(0x7f800001u)), 0x7fc0);
+  EXPECT_EQ(float_to_bfloat16(std::bit_cast<float>(0xffffffffu)), 0xffff);
+}
+
 }  // namespace
 }  // namespace pagedkv

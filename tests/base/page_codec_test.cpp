@@ -60,6 +60,47 @@ TEST(PageCodec, Q8RefusesWhatIsNotFiniteAndWritesNothing) {
   }
 }
 
+// Every code in every place, and what it does to its neighbours.
+template <class Format>
+void expect_codes_keep_apart() {
+  constexpr int kDim = 128, kBytes = kDim * Format::kElementBits / 8;
+  for (int place = 0; place < kDim; ++place)
+    for (int code = -Format::kMaxCode; code <= Format::kMaxCode; ++code)
+      for (int others : {-Format::kMaxCode, 0, Format::kMaxCode}) {
+        std::byte row[kBytes];
+        Format::store_codes(row, kDim, [&](int e) { return e == place ? code : others; });
+        for (int e = 0; e < kDim; ++e)
+          ASSERT_EQ(Format::load_code(row, e), e == place ? code : others) << place << ' ' << e;
+      }
+}
+
+TEST(PageCodec, CodesKeepApart) {
+  expect_codes_keep_apart<Q8Page>();
+  expect_codes_keep_apart<Q6Page>();
+  expect_codes_keep_apart<Q4Page>();
+}
+
+TEST(PageCodec, Q6AndQ4LieAsDescribed) {
+  std::byte q6[3], q4[2];
+  const int codes[] = {-31, 31, 0, -1};  // stored as 1, 63, 32, 31
+  Q6Page::store_codes(q6, 4, [&](int e) { return codes[e]; });
+  EXPECT_EQ(q6[0], std::byte{0xc1});
+  EXPECT_EQ(q6[1], std::byte{0x0f});
+  EXPECT_EQ(q6[2], std::byte{0x7e});
+  const int nibbles[] = {-7, 7, 0, -1};  // stored as 1, 15, 8, 7
+  Q4Page::store_codes(q4, 4, [&](int e) { return nibbles[e]; });
+  EXPECT_EQ(q4[0], std::byte{0xf1});
+  EXPECT_EQ(q4[1], std::byte{0x78});
+}
+
+TEST(PageCodec, StorageOrderIsTheDocumentedOne) {
+  for (int e = 0; e < 512; ++e) {
+    EXPECT_EQ(Q8Page::lane(e), e);
+    EXPECT_EQ(Q4Page::lane(e), e / 32 * 32 + e % 2 * 16 + e % 32 / 2);
+    EXPECT_EQ(Q6Page::lane(e), e / 64 * 64 + e % 4 * 16 + e % 64 / 4);
+  }
+}
+
 TEST(PageCodec, FloatsComeBackAsTheyWere) {
   const std::vector<float> x = {1.0f, -2.5f, 3e38f, std::numeric_limits<float>::denorm_min()};
   std::vector<std::byte> row(16);
@@ -67,15 +108,18 @@ TEST(PageCodec, FloatsComeBackAsTheyWere) {
   for (int e = 0; e < 4; ++e) EXPECT_EQ(F32Page::load(row.data(), e), x[e]);
   ASSERT_TRUE(F16Page::store_row(x.data(), 2, row.data(), nullptr));
   for (int e = 0; e < 2; ++e) EXPECT_EQ(F16Page::load(row.data(), e), x[e]);
+  ASSERT_TRUE(BF16Page::store_row(x.data(), 2, row.data(), nullptr));
+  for (int e = 0; e < 2; ++e) EXPECT_EQ(BF16Page::load(row.data(), e), x[e]);
 }
 
 TEST(PageCodec, TypesAgreeWithTheirDescription) {
-  for (PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8})
+  for (PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16, PageFormat::kQ8,
+                            PageFormat::kQ6, PageFormat::kQ4})
     with_page_format(format, [&](auto f) {
       using Format = decltype(f);
       EXPECT_EQ(Format::kFormat, format);
       EXPECT_EQ(Format::kHasScales, has_scales(format));
-      for (int n : {2, 64, 100}) {
+      for (int n : {4, 64, 100, 512}) {
         EXPECT_EQ(row_bytes(format, n), n * Format::kElementBits / 8);
         std::vector<bool> taken(Format::num_lanes(n));
         for (int e = 0; e < n; ++e) {

@@ -64,7 +64,7 @@ std::string AttentionCase::text() const {
   o << "keys=" << page_format_name(key_format) << " values=" << page_format_name(value_format)
     << " heads=" << num_q_heads << '/' << num_kv_heads << " dims=" << key_dim << '/' << value_dim
     << " page=" << page_size << " causal=" << causal << " window=" << window
-    << " softcap=" << softcap << " sinks=" << sinks << " mask=" << mask
+    << " softcap=" << softcap << " sinks=" << sinks << " mask=" << mask << " bias=" << bias
     << " amplitude=" << query_amplitude << " seqs=";
   for (size_t i = 0; i < sequences.size(); ++i)
     o << (i ? "," : "") << sequences[i].seq_len << ':' << sequences[i].query_len << ':'
@@ -102,6 +102,8 @@ AttentionCase AttentionCase::parse(const std::string& text) {
       value >> c.sinks;
     else if (name == "mask")
       value >> c.mask;
+    else if (name == "bias")
+      value >> c.bias;
     else if (name == "amplitude")
       value >> c.query_amplitude;
     else if (name == "seqs")
@@ -229,6 +231,15 @@ AttentionProblem::AttentionProblem(const AttentionCase& c, uint8_t fill)
     mask_stride_ = std::max<int64_t>(mask_stride_, sequence.seq_len);
   }
   if (c.sinks) sinks_ = data(5, c.num_q_heads);
+  if (c.bias)  // stretches of its own, few and many tokens hidden; a stride that ends with the longest sequence
+    for (const Sequence& sequence : c.sequences)
+      for (int i = 0; i < sequence.query_len; ++i) {
+        const int position = sequence.seq_len - sequence.query_len + i;
+        std::vector<float> draws = content_row(sequence.content, 4, position, mask_stride_);
+        for (int64_t t = 0; t < mask_stride_; ++t)
+          bias_.push_back(draws[t] > 0.9f || draws[t / 53] < -0.7f ? -INFINITY : 4 * draws[t]);
+      }
+  bias_stride_ = mask_stride_;
   if (!c.mask) return;
   mask_stride_ += 3;
   for (const Sequence& sequence : c.sequences)
@@ -260,6 +271,8 @@ AttentionArgs AttentionProblem::args() {
   a.sinks = case_.sinks ? sinks_.data() : nullptr;
   a.mask = case_.mask ? mask_.data() : nullptr;
   a.mask_stride = mask_stride_;
+  a.bias = case_.bias ? bias_.data() : nullptr;
+  a.bias_stride = bias_stride_;
   return a;
 }
 
@@ -297,13 +310,15 @@ AttentionOutput AttentionProblem::oracle() const {
           if (case_.causal && t > position) continue;
           if (case_.window > 0 && (t > position || t <= position - case_.window)) continue;
           if (case_.mask && !mask_[row * mask_stride_ + t]) continue;
+          const double bias = case_.bias ? double{bias_[row * bias_stride_ + t]} : 0.0;
+          if (std::isinf(bias)) continue;
           double dot = 0;
           for (int e = 0; e < case_.key_dim; ++e)
             dot += double{q[e]} * tokens_.key(s, t, h / group, e);
           dot *= scale;
           if (case_.softcap > 0) dot = case_.softcap * std::tanh(dot / case_.softcap);
           seen.push_back(t);
-          scores.push_back(dot);
+          scores.push_back(dot + bias);
         }
         double max = case_.sinks ? double{sinks_[h]} : -INFINITY, sum = 0;
         for (double x : scores) max = std::max(max, x);
@@ -322,6 +337,15 @@ AttentionOutput AttentionProblem::oracle() const {
 }
 
 // ---- comparing ------------------------------------------------------------------------------------------------
+
+bool fits(PageFormat format, int head_dim) {
+  try {
+    check_head_dim(format, head_dim);
+    return true;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
 
 std::vector<const KernelSet*> supported_sets() {
   std::vector<const KernelSet*> sets;

@@ -35,6 +35,7 @@ struct AttentionCase {
   float softcap = 0;
   bool sinks = false;
   bool mask = false;
+  bool bias = false;
   float query_amplitude = 1;
   std::vector<Sequence> sequences;
 
@@ -121,8 +122,12 @@ class AttentionProblem {
   std::vector<float> queries_, sinks_;
   std::vector<int32_t> query_start_, seq_lens_;
   std::vector<uint8_t> mask_;
-  int64_t mask_stride_ = 0;
+  std::vector<float> bias_;
+  int64_t mask_stride_ = 0, bias_stride_ = 0;
 };
+
+// Whether check_head_dim() lets rows of `head_dim` be stored.
+bool fits(PageFormat format, int head_dim);
 
 // Kernel sets that this CPU can run, the reference last.
 std::vector<const KernelSet*> supported_sets();

@@ -14,7 +14,8 @@
 namespace pagedkv::testing {
 namespace {
 
-constexpr PageFormat kFormats[] = {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8};
+constexpr PageFormat kFormats[] = {PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16,
+                                   PageFormat::kQ8,  PageFormat::kQ6,  PageFormat::kQ4};
 
 void expect_sets_agree(const AttentionCase& c, int threads = 1) {
   AttentionProblem problem(c);
@@ -67,6 +68,7 @@ TEST(Attention, SetsAgreeForEveryHeadDim) {
     for (int dim :
          {1, 2, 8, 15, 16, 17, 36, 40, 48, 64, 72, 80, 96, 100, 112, 128, 160, 192, 256, 300, 512})
       for (int query_len : {1, 5}) {
+        if (!fits(format, dim)) continue;
         AttentionCase c = base_case(format, 50, query_len);
         c.key_dim = c.value_dim = dim;
         expect_sets_agree(c);
@@ -114,14 +116,15 @@ TEST(Attention, SetsAgreeOnWindowsCapsSinksAndMasks) {
     for (int page_size : {3, 16})
       for (int query_len : {1, 6, 50})
         for (int window : {0, 1, 33, 600})
-          for (int extras = 0; extras < 8; ++extras) {
-            if (query_len == 50 && extras != 0 && extras != 7) continue;  // the reference is slow
+          for (int extras = 0; extras < 16; ++extras) {
+            if (query_len == 50 && extras != 0 && extras != 15) continue;  // the reference is slow
             AttentionCase c = base_case(format, 577, query_len);
             c.page_size = page_size;
             c.window = window;
             c.softcap = extras & 1 ? 1.5f : 0;
             c.sinks = extras & 2;
             c.mask = extras & 4;
+            c.bias = extras & 8;
             c.causal = window % 2 == 0 && extras != 5;
             expect_sets_agree(c, 2);
           }
@@ -132,18 +135,21 @@ TEST(Attention, SetsAgreeOnRandomCases) {
   auto draw = [&](int n) { return static_cast<int>(splitmix64(state) % n); };
   for (int round = 0; round < rounds(100); ++round) {
     AttentionCase c;
-    c.key_format = kFormats[draw(3)];
-    c.value_format = kFormats[draw(3)];
+    c.key_format = kFormats[draw(std::size(kFormats))];
+    c.value_format = kFormats[draw(std::size(kFormats))];
     c.num_kv_heads = 1 + draw(4);
     c.num_q_heads = c.num_kv_heads * (1 + draw(10));
     c.key_dim = draw(3) ? 16 * (1 + draw(10)) : 1 + draw(160);
     c.value_dim = draw(3) ? 16 * (1 + draw(10)) : 1 + draw(160);
+    if (!fits(c.key_format, c.key_dim)) c.key_dim = (c.key_dim + 3) / 4 * 4;
+    if (!fits(c.value_format, c.value_dim)) c.value_dim = (c.value_dim + 3) / 4 * 4;
     c.page_size = draw(2) ? 16 : 1 + draw(256);
     c.causal = draw(4) != 0;
     c.window = draw(3) ? 0 : 1 + draw(700);
     c.softcap = draw(4) ? 0 : 0.5f + draw(20);
     c.sinks = draw(4) == 0;
     c.mask = draw(4) == 0;
+    c.bias = draw(4) == 0;
     c.query_amplitude = draw(4) ? 1 : 30;
     for (int s = 0, n = draw(6); s <= n; ++s) {
       const int seq_len = draw(4) ? draw(200) : draw(1600);
@@ -290,12 +296,13 @@ TEST(Attention, WorkersMayEnterTogetherAndReuseAPlanForEachLayer) {
 
 TEST(Attention, AgreesWithDoublePrecision) {
   for (PageFormat format : kFormats)
-    for (int extras = 0; extras < 16; ++extras) {
+    for (int extras = 0; extras < 32; ++extras) {
       AttentionCase c = base_case(format, 700, 12);
       c.window = extras & 1 ? 130 : 0;
       c.softcap = extras & 2 ? 3.0f : 0;
       c.sinks = extras & 4;
       c.mask = extras & 8;
+      c.bias = extras & 16;
       c.query_amplitude = 4;
       AttentionProblem problem(c);
       ThreadPool pool(1);

@@ -1,4 +1,4 @@
-// Cases of attention and store drawn over formats, shapes and rules, for machines on which every case takes too long:
+// Cases of attention, store and fetch drawn over formats, shapes and rules, for machines on which every case takes too long:
 // each kernel set of this build must give the reference's bits. PAGEDKV_CASE_BITS names a file that gets one line a case,
 // what it is and a hash of its bits, to be compared with another machine's.
 #include <gtest/gtest.h>
@@ -39,12 +39,7 @@ class Draw {
 
 // Some formats store whole groups of elements only.
 int fitting_head_dim(PageFormat format, int head_dim) {
-  try {
-    check_head_dim(format, head_dim);
-    return head_dim;
-  } catch (const std::invalid_argument&) {
-    return (head_dim + 3) / 4 * 4;
-  }
+  return fits(format, head_dim) ? head_dim : (head_dim + 3) / 4 * 4;
 }
 
 // Formats take turns; all else is drawn from what the kernels tell apart: lengths around tiles, pages and partitions,
@@ -70,6 +65,7 @@ AttentionCase drawn_case(int index) {
   c.softcap = draw(4) ? 0 : draw.of({0.5f, 1.5f, 30.0f});
   c.sinks = draw(4) == 0;
   c.mask = draw(4) == 0;
+  c.bias = draw(4) == 0;
   c.query_amplitude = draw.of({1.0f, 1.0f, 1.0f, 30.0f, 1e-38f});
   const int64_t cost_per_score = int64_t{c.num_q_heads} * (c.key_dim + c.value_dim);
   int64_t cost = 0;
@@ -143,7 +139,7 @@ std::string attention_bits(const AttentionCase& c, int threads) {
   return hash.text();
 }
 
-// Everything that the pages of a case hold after its tokens were stored in one call, and whether all could be.
+// What the pages of a case hold after its tokens were stored in one call, whether all could be, and what is read back.
 std::string stored_bits(const AttentionCase& c, const KernelSet& set,
                         const std::vector<float>& keys, const std::vector<float>& values,
                         int threads) {
@@ -162,6 +158,12 @@ std::string stored_bits(const AttentionCase& c, const KernelSet& set,
     for (const PageArray* array : {&pages.keys, &pages.values})
       if (array->scales && slot >= 0)
         hash.add({array->scales + slot * c.num_kv_heads, static_cast<size_t>(c.num_kv_heads)});
+  std::erase(slots, -1);
+  const auto count = static_cast<int>(slots.size());
+  std::vector<float> fetched_keys(keys.size()), fetched_values(values.size());
+  set.fetch({pages, slots.data(), count, fetched_keys.data(), fetched_values.data()}, pool);
+  hash.add(fetched_keys);
+  hash.add(fetched_values);
   return hash.text();
 }
 
@@ -194,7 +196,7 @@ TEST(SampledCases, EverySetGivesTheReferencesBits) {
     const std::string hash = stores ? store_bits(c, i) : attention_bits(c, 1 + i % 3);
     if (bits.is_open())
       bits << i << ' ' << (stores ? "store " : "attend ") << c.text() << ' ' << hash << '\n';
-    ++calls[stores ? "store" : "attention"];
+    ++calls[stores ? "store and fetch" : "attention"];
     ++formats[std::string(page_format_name(c.key_format))];
   }
   std::ostringstream summary;

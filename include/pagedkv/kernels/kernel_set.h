@@ -14,11 +14,12 @@
 namespace pagedkv {
 
 struct KernelSet {
-  const char* name;   // "avx512", "avx2", "reference"
+  const char* name;   // "avx512", "avx2", "neon", "reference"
   const char* needs;  // the CPU features, for messages
   bool (*supported)() noexcept;
   void (*attend)(const AttentionArgs&, AttentionPlan::Impl&, Executor&) noexcept;
   bool (*store)(const StoreArgs&, Executor&) noexcept;
+  void (*fetch)(const FetchArgs&, Executor&) noexcept;
 };
 
 // All sets compiled in, best first, supported here or not.

@@ -156,17 +156,24 @@ void value_pass(const Task& task, const Pass& pass, float* states) {
              [&](auto lanes) PAGEDKV_LAMBDA { value_heads<Format>(task, pass, states, lanes); });
 }
 
+// Formats that no reader of their own serves never come here (AttentionPlan).
+template <class Format>
+using Direct =
+    std::conditional_t<std::is_same_v<Format, BF16Page> || std::is_same_v<Format, Q6Page> ||
+                           std::is_same_v<Format, Q4Page>,
+                       F32Page, Format>;
+
 void direct_partition(const Task& task, int partition, const Sight& sight, float* states) {
   const LayerPages& p = task.args.pages;
-  const auto score =
-      with_page_format(p.keys.format, [](auto format) { return &score_pass<decltype(format)>; });
-  const auto value =
-      with_page_format(p.values.format, [](auto format) { return &value_pass<decltype(format)>; });
+  const auto score = with_page_format(
+      p.keys.format, [](auto format) { return &score_pass<Direct<decltype(format)>>; });
+  const auto value = with_page_format(
+      p.values.format, [](auto format) { return &value_pass<Direct<decltype(format)>>; });
   const Rows keys(p.keys, p.num_kv_heads), values(p.values, p.num_kv_heads);
   const int64_t token = int64_t{partition} * kPartition;
   const bool last = partition + 1 == task.item.first_partition + task.item.num_partitions;
   score(task, Pass(task.tokens, keys, token, sight, &values, token + sight.first_tile * kTile));
-  softmax_rows(task, sight, states);
+  softmax_rows(task, partition, sight, states);
   value(task, Pass(task.tokens, values, token, sight, last ? nullptr : &keys, token + kPartition),
         states);
 }

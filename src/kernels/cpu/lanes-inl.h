@@ -42,7 +42,18 @@ constexpr int kParts = kLanes / kNative;       // registers for the 16 lanes
 // Reads stored elements as floats, without their scale. One load yields kGroups groups of 16 lanes (a byte of two codes
 // yields two), of which it fills registers x[0..kGroups) with part `part`: lanes [part * kNative, + kNative).
 template <class Format>
-struct Reader;
+struct Reader {
+  static constexpr int kGroups = Format::kGroups;
+  static HWY_INLINE void load(const std::byte* HWY_RESTRICT row, int chunk, int part, Vec* x) {
+    HWY_ALIGN float elements[kNative];
+    for (int v = 0; v < kGroups; ++v) {
+      for (int j = 0; j < kNative; ++j)
+        elements[j] =
+            Format::load(row, chunk * Format::kChunk + (part * kNative + j) * kGroups + v);
+      x[v] = hn::Load(kFloats, elements);
+    }
+  }
+};
 
 template <>
 struct Reader<F32Page> {

@@ -34,9 +34,10 @@ Sight find_visible(const Task& task, int partition) {
   for (int q = 0; q < task.job.num_queries; ++q) {
     const TokenRange range = task.range(q);
     const uint8_t* mask = mask_row(task.args, task.query_row(q));
+    const float* bias = bias_row(task.args, task.query_row(q));
     uint16_t* bits = task.scratch.visible + q * kTilesPerPartition;
     for (int tile = 0; tile < kTilesPerPartition; ++tile) {
-      bits[tile] = visible_bits(range, mask, int64_t{partition} * kPartition + tile * kTile);
+      bits[tile] = visible_bits(range, mask, bias, int64_t{partition} * kPartition + tile * kTile);
       sight.all[tile] &= bits[tile];
       sight.any[tile] |= bits[tile];
     }
@@ -85,20 +86,22 @@ HWY_INLINE void prefetch_tile_scales(const Task& task, int64_t slot) {
   prefetch_scales(p.values.scales, slot, p.num_kv_heads);
 }
 
-void softmax_rows(const Task& task, const Sight& sight, float* states) {
+void softmax_rows(const Task& task, int partition, const Sight& sight, float* states) {
   const LayerPages& p = task.args.pages;
   const int lanes = task.plan.value_lanes, stride = task.plan.state_stride();
   for (int r = 0; r < task.num_rows(); ++r) {
     const int unit = r / task.group();  // a kv head if direct, else a query
-    const int head = task.job.direct ? unit : 0;
-    const Partition partition{
+    const int head = task.job.direct ? unit : 0, query = task.job.direct ? 0 : unit;
+    const float* bias = bias_row(task.args, task.query_row(query));
+    const Partition shared{
         sight.first_tile, sight.last_tile,
         has_scales(p.keys.format) ? task.scratch.key_scales + head * kScoreStride : nullptr,
-        has_scales(p.values.format) ? task.scratch.value_scales + head * kScoreStride : nullptr};
+        has_scales(p.values.format) ? task.scratch.value_scales + head * kScoreStride : nullptr,
+        bias ? bias + int64_t{partition} * kPartition : nullptr};
     float* const state = states + int64_t{r} * stride;
     std::memset(state, 0, static_cast<size_t>(lanes) * sizeof(float));
-    softmax_row(task.scratch.scores + int64_t{r} * kScoreStride,
-                task.visible(task.job.direct ? 0 : unit), partition, task.rule, state, lanes);
+    softmax_row(task.scratch.scores + int64_t{r} * kScoreStride, task.visible(query), shared,
+                task.rule, state, lanes);
   }
 }
 

@@ -9,6 +9,7 @@ namespace pagedkv::cpu {
   namespace target {                                                                              \
   void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& executor) noexcept; \
   bool store(const StoreArgs& args, Executor& executor) noexcept;                                 \
+  void fetch(const FetchArgs& args, Executor& executor) noexcept;                                 \
   }
 #if HWY_TARGETS & HWY_AVX3
 PAGEDKV_DECLARE_SET(N_AVX3)
@@ -29,15 +30,18 @@ template <int64_t kTarget>
 
 constexpr KernelSet kSets[] = {
 #if HWY_TARGETS & HWY_AVX3
-    {"avx512", "AVX-512 F, BW, CD, DQ and VL", supported<HWY_AVX3>, N_AVX3::attend, N_AVX3::store},
+    {"avx512", "AVX-512 F, BW, CD, DQ and VL", supported<HWY_AVX3>, N_AVX3::attend, N_AVX3::store,
+     N_AVX3::fetch},
 #endif
 #if HWY_TARGETS & HWY_AVX2
-    {"avx2", "AVX2, FMA, F16C and BMI2", supported<HWY_AVX2>, N_AVX2::attend, N_AVX2::store},
+    {"avx2", "AVX2, FMA, F16C and BMI2", supported<HWY_AVX2>, N_AVX2::attend, N_AVX2::store,
+     N_AVX2::fetch},
 #endif
 #if HWY_TARGETS & PAGEDKV_NEON  // the baseline: no need to ask, nor to link Highway's library
-    {"neon", "NEON", +[]() noexcept { return true; }, HWY_NAMESPACE::attend, HWY_NAMESPACE::store},
+    {"neon", "NEON", +[]() noexcept { return true; }, HWY_NAMESPACE::attend, HWY_NAMESPACE::store,
+     HWY_NAMESPACE::fetch},
 #endif
-    {nullptr, nullptr, nullptr, nullptr, nullptr},  // so that the array is never empty
+    {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr},  // so that the array is never empty
 };
 
 }  // namespace

@@ -18,11 +18,12 @@ namespace pagedkv::cpu::HWY_NAMESPACE {
 HWY_INLINE float& state_max(float* state, int lanes) { return state[lanes]; }
 HWY_INLINE float& state_sum(float* state, int lanes) { return state[lanes + 1]; }
 
-// What a partition's rows have in common.
+// What a row of a partition needs beside its scores.
 struct Partition {
   int first_tile, last_tile;  // tiles [first, last) of the partition hold what any row sees
   const float* key_scales;    // [kPartition] of this kv head, or null
   const float* value_scales;  // [kPartition] of this kv head, or null
+  const float* bias;          // of this query, to the sequence's end at most, or null
 };
 
 HWY_INLINE Vec hide(Vec x, uint32_t visible, int part) {
@@ -32,7 +33,16 @@ HWY_INLINE Vec hide(Vec x, uint32_t visible, int part) {
   return hn::IfThenElse(hn::LoadMaskBits(kFloats, bits), x, hn::Set(kFloats, -kInfinity));
 }
 
-// Scores to final scores: scale, soft cap, hidden tokens to -inf. Returns the maximum.
+// The biases of lanes [part * kNative, + kNative) of a tile. Those of hidden tokens may lie past the row's end.
+HWY_INLINE Vec load_bias(const float* bias, uint32_t visible, int part) {
+  if (visible == 0xffff) return hn::LoadU(kFloats, bias + part * kNative);
+  HWY_ALIGN float seen[kNative];
+  for (int j = 0; j < kNative; ++j)
+    seen[j] = visible >> (part * kNative + j) & 1 ? bias[part * kNative + j] : 0.0f;
+  return hn::Load(kFloats, seen);
+}
+
+// Scores to final scores: scale, soft cap, bias, hidden tokens to -inf. Returns the maximum.
 HWY_INLINE float finish_scores(float* HWY_RESTRICT scores, const uint16_t* HWY_RESTRICT visible,
                                const Partition& p, const ScoreRule& rule) {
   Vec max[kParts];
@@ -45,6 +55,9 @@ HWY_INLINE float finish_scores(float* HWY_RESTRICT scores, const uint16_t* HWY_R
       Vec s = hn::LoadU(kFloats, scores + at);
       if (p.key_scales) s = hn::Mul(s, hn::LoadU(kFloats, p.key_scales + at));
       if (rule.softcap) s = capped(s, rule.cap);
+      if (p.bias)
+        s = hn::MulAdd(load_bias(p.bias + tile * kTile, seen, j),
+                       hn::Set(kFloats, static_cast<float>(kLog2e)), s);
       if (seen != 0xffff) s = hide(s, seen, j);
       hn::StoreU(s, kFloats, scores + at);
       max[j] = hn::Max(max[j], s);

@@ -12,6 +12,7 @@
 
 #include "base/page_codec.h"
 #include "kernels/float_environment.h"
+#include "kernels/reference/reference.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 #if PAGEDKV_IS_KERNEL_TARGET
@@ -22,7 +23,12 @@ namespace pagedkv::cpu::HWY_NAMESPACE {
 
 // store_row() of a format over whole registers; the rest of a row, if any, is the caller's.
 template <class Format>
-struct Writer;
+struct Writer {
+  static bool store_row(const float* HWY_RESTRICT x, int n, std::byte* HWY_RESTRICT row,
+                        float* HWY_RESTRICT scale) {
+    return Format::store_row(x, n, row, scale);
+  }
+};
 
 template <>
 struct Writer<F32Page> {
@@ -118,6 +124,8 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
   });
   return ok;
 }
+
+void fetch(const FetchArgs& args, Executor& executor) noexcept { reference::fetch(args, executor); }
 
 }  // namespace pagedkv::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -124,7 +124,7 @@ void tile_partition(const Task& task, int partition, const Sight& sight, float* 
     for_each_decoded_tile(task, p.keys, lanes, token, sight, true,
                           [&](int tile) PAGEDKV_LAMBDA { score_rows(task, sight, tile, lanes); });
   });
-  softmax_rows(task, sight, states);
+  softmax_rows(task, partition, sight, states);
   with_lanes(task.plan.value_lanes, [&](auto lanes) PAGEDKV_LAMBDA {
     for_each_decoded_tile(task, p.values, lanes, token, sight, false, [&](int tile) PAGEDKV_LAMBDA {
       value_rows(task, sight, tile, states, lanes);

@@ -6,6 +6,7 @@
 #define PAGEDKV_VALUE_INL_H_
 #endif
 
+#include <algorithm>
 #include <bit>
 
 #include "kernels/attention_plan.h"
@@ -60,7 +61,7 @@ HWY_INLINE void add_run(const float* HWY_RESTRICT weights, const std::byte* HWY_
                         Ahead<kAhead>& ahead) {
   // 16 accumulators on AVX-512, 8 on AVX2: with the values and a weight, what the registers hold.
   constexpr int kGroups = Reader<Format>::kGroups;
-  constexpr int kUnits = (kNative == 16 ? 16 : 8) / (kQueries <= 2 ? 2 : 4) / kGroups;
+  constexpr int kUnits = std::max(1, (kNative == 16 ? 16 : 8) / (kQueries <= 2 ? 2 : 4) / kGroups);
   const int units = lanes / (kNative * kGroups);
   int at = 0;
   for (; at + kUnits <= units; at += kUnits)

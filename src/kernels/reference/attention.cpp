@@ -50,7 +50,9 @@ struct Row {
   }
   bool sees(int64_t token) const {
     const uint8_t* mask = mask_row(args, row);
-    return token >= range.first && token < range.last && (!mask || mask[token]);
+    const float* bias = bias_row(args, row);
+    return token >= range.first && token < range.last && (!mask || mask[token]) &&
+           (!bias || bias[token] != -kInfinity);
   }
 };
 
@@ -65,7 +67,9 @@ float score(const Row& r, const float* query, const ScoreRule& rule, int64_t tok
     for (int j = 0; j < kLanes; ++j) lanes[j] = std::fma(ordered[i + j], query[i + j], lanes[j]);
   float s = add_lanes(lanes);
   if (Format::kHasScales) s = s * keys.scales[at];
-  return rule.softcap ? rule.capped(s) : s;
+  if (rule.softcap) s = rule.capped(s);
+  const float* bias = bias_row(r.args, r.row);
+  return bias ? std::fma(bias[token], static_cast<float>(kLog2e), s) : s;
 }
 
 template <class Format>

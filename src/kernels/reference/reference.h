@@ -7,5 +7,6 @@ namespace pagedkv::reference {
 
 void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& executor) noexcept;
 bool store(const StoreArgs& args, Executor& executor) noexcept;
+void fetch(const FetchArgs& args, Executor& executor) noexcept;
 
 }  // namespace pagedkv::reference

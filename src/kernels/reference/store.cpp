@@ -22,6 +22,20 @@ bool store_token(const PageArray& array, int num_kv_heads, const float* rows, in
   });
 }
 
+// All heads of one token out of one array.
+void fetch_token(const PageArray& array, int num_kv_heads, int64_t slot, float* rows) {
+  with_page_format(array.format, [&](auto format) {
+    using Format = decltype(format);
+    for (int h = 0; h < num_kv_heads; ++h, rows += array.head_dim) {
+      const int64_t at = slot * num_kv_heads + h;
+      const std::byte* row = array.data + at * row_bytes(array.format, array.head_dim);
+      for (int e = 0; e < array.head_dim; ++e)
+        rows[e] =
+            Format::kHasScales ? Format::load(row, e) * array.scales[at] : Format::load(row, e);
+    }
+  });
+}
+
 }  // namespace
 
 bool store(const StoreArgs& args, Executor& executor) noexcept {
@@ -38,6 +52,19 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
     if (!keys || !values) ok.store(false, std::memory_order_relaxed);
   });
   return ok;
+}
+
+void fetch(const FetchArgs& args, Executor& executor) noexcept {
+  executor.run(args.num_tokens, [&](int64_t t, int) {
+    const FloatEnvironment environment;
+    const LayerPages& p = args.pages;
+    const int64_t slot = args.slot_mapping[t];
+    if (args.keys)
+      fetch_token(p.keys, p.num_kv_heads, slot, args.keys + t * p.num_kv_heads * p.keys.head_dim);
+    if (args.values)
+      fetch_token(p.values, p.num_kv_heads, slot,
+                  args.values + t * p.num_kv_heads * p.values.head_dim);
+  });
 }
 
 }  // namespace pagedkv::reference

@@ -5,6 +5,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "base/page_codec.h"
 #include "pagedkv/base/executor.h"
 #include "pagedkv/kernels/attention.h"
 
@@ -20,23 +21,15 @@ uint64_t mix(uint64_t z) {  // splitmix64's finaliser
   return z ^ (z >> 31);
 }
 
-// The stored first element of a key row, as the format gives it back. Half precision and q8 hold token
-// numbers up to 256 to well under one half, so rounding restores them.
+// The stored first element of a key row, as the format gives it back. Every format holds rows of one
+// number up to 256 to well under one half, so rounding restores it.
 int32_t stored_token(const PageArray& keys, int64_t slot) {
   const std::byte* row = keys.data + slot * row_bytes(keys.format, kHeadDim);
-  float x = 0;
-  switch (keys.format) {
-    case PageFormat::kF32:
-      x = *reinterpret_cast<const float*>(row);
-      break;
-    case PageFormat::kF16:
-      x = static_cast<float>(*reinterpret_cast<const _Float16*>(row));
-      break;
-    case PageFormat::kQ8:
-      x = static_cast<float>(*reinterpret_cast<const int8_t*>(row)) * keys.scales[slot];
-      break;
-  }
-  return static_cast<int32_t>(std::lround(x)) - 1;
+  return with_page_format(keys.format, [&](auto format) {
+    using Format = decltype(format);
+    const float x = Format::load(row, 0) * (Format::kHasScales ? keys.scales[slot] : 1.0f);
+    return static_cast<int32_t>(std::lround(x)) - 1;
+  });
 }
 
 class ToyModel final : public Model {
