@@ -14,11 +14,13 @@
 #include <stdexcept>
 
 #include "apps/progress.h"
+#include "base/units.h"
 #include "engine/threads.h"
 #include "models/ggml/ggml_model.h"
 #include "models/ggml/ggml_text.h"
 #include "models/toy/toy_model.h"
 #include "pagedkv/base/log.h"
+#include "pagedkv/core/paged_kv_cache.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::apps {
@@ -34,29 +36,6 @@ ExactMode parse_exact(const std::string& word) {
 }
 
 }  // namespace
-
-int64_t parse_bytes(const std::string& text) {
-  const auto bad = [&] {
-    return std::invalid_argument(
-        "\"" + text + "\" is no size: write bytes, or a number with KiB, MiB, GiB or TiB");
-  };
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || !(number >= 0)) throw bad();
-  std::string unit(end, text.data() + text.size());
-  unit.erase(0, unit.find_first_not_of(' ') == std::string::npos ? unit.size()
-                                                                 : unit.find_first_not_of(' '));
-  int shift = -1;
-  if (unit.empty() || unit == "B") shift = 0;
-  if (unit == "KiB" || unit == "K" || unit == "k") shift = 10;
-  if (unit == "MiB" || unit == "M") shift = 20;
-  if (unit == "GiB" || unit == "G") shift = 30;
-  if (unit == "TiB" || unit == "T") shift = 40;
-  if (shift < 0) throw bad();
-  const double bytes = std::ldexp(number, shift);
-  if (!(bytes < 9.2e18)) throw bad();
-  return static_cast<int64_t>(bytes);
-}
 
 std::string format_bytes(int64_t bytes) {
   constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
@@ -137,6 +116,7 @@ void ModelOptions::add_pages(CLI::App& app) {
   auto* group = "Pages";
   add_option(app, "--kv-cache-dtype,--paged-kv-quantization,--paged-kv-quant,--kv-quant", kv_format,
              "page format of keys and values: " + page_format_names() + " (off = f16)")
+      ->default_str("f16")
       ->group(group);
   add_option(app, "--cache-type-k", key_format, "(-ctk) page format of keys alone")
       ->default_str("")
@@ -144,14 +124,22 @@ void ModelOptions::add_pages(CLI::App& app) {
   add_option(app, "--cache-type-v", value_format, "(-ctv) page format of values alone")
       ->default_str("")
       ->group(group);
-  add_option(app, "--block-size", page_size, "tokens in a page, 1..256")->group(group);
+  add_option(app, "--block-size", page_size, "tokens in a page")
+      ->default_str("16")
+      ->check(CLI::Range(1, 256))
+      ->group(group);
   add_option(app, "--num-blocks", num_pages,
              "pages to begin with (default: 1024, or what the context needs)")
       ->default_str("")
       ->check(CLI::Range(1, std::numeric_limits<int32_t>::max()))
       ->group(group);
-  name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic,
-                             "grow beyond --num-blocks (default), or not"))
+  dynamic_flag = name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic,
+                                            "grow beyond --num-blocks (default), or not"));
+  dynamic_flag->group(group);
+  add_option(app, "--sliding-window", sliding_window,
+             "see the last N tokens only, in every layer (0: all; default: as the model says)")
+      ->default_str("")
+      ->check(CLI::Range(0, std::numeric_limits<int32_t>::max()))
       ->group(group);
   add_option(app, "--kv-cache-memory-bytes", max_bytes,
              "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
@@ -165,15 +153,30 @@ void ModelOptions::add_pages(CLI::App& app) {
 
 KvSettings ModelOptions::kv_settings() const {
   KvSettings s;
-  s.key_format = parse_page_format(key_format.empty() ? kv_format : key_format);
-  s.value_format = parse_page_format(value_format.empty() ? kv_format : value_format);
-  s.page_size = page_size;
+  PagedKVCacheOptions given;
+  if (page_size > 0) given.block_size = page_size;
+  if (num_pages > 0) given.num_blocks = num_pages;
+  if (dynamic_flag != nullptr && dynamic_flag->count() > 0) given.dynamic = dynamic;
+  if (sliding_window >= 0) given.sliding_window = sliding_window;
+  if (context > 0) given.context_window = context;
+  const auto o = PagedKVCacheOptions::from_environment(given);
+  const auto format = [&](const std::string& own, PagedKVQuantMode mode) {
+    const std::string& word = own.empty() ? kv_format : own;
+    return word.empty() ? page_format(mode, o.dtype.value_or(DType::kF16))
+                        : parse_page_format(word);
+  };
+  const PagedKVQuantConfig quant = o.quant.value_or(PagedKVQuantConfig());
+  s.key_format = format(key_format, quant.keys());
+  s.value_format = format(value_format, quant.values());
+  s.page_size = o.block_size.value_or(s.page_size);
+  s.num_pages = o.num_blocks;
+  s.dynamic = o.dynamic.value_or(s.dynamic);
+  s.context_window = o.context_window.value_or(0);
+  s.sliding_window = o.sliding_window;
   if (context == 0 || context < -1)
     throw std::invalid_argument("-c " + std::to_string(context) +
                                 ": must be at least 1; leave it out for the model's own context");
   s.context = std::max<int64_t>(0, context);
-  if (num_pages > 0) s.num_pages = num_pages;
-  s.dynamic = dynamic;
   if (!max_bytes.empty()) {
     s.max_bytes = parse_bytes(max_bytes);
     if (s.max_bytes == 0)

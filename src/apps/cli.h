@@ -30,8 +30,6 @@ struct EnvironmentError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// "64MiB", "2GiB", "1.5KiB", "4096": bytes. Throws std::invalid_argument naming the text.
-int64_t parse_bytes(const std::string& text);
 // "1.5 GiB"
 std::string format_bytes(int64_t bytes);
 
@@ -52,12 +50,16 @@ struct ModelOptions {
   int num_threads = 0;  // 0: default_num_threads()
   std::string exact = "auto";
   int num_gpu_layers = 0;
-  std::string kv_format = "f16", key_format, value_format;  // the last two win where given
-  int page_size = 16;
-  int64_t context = -1;   // -1: the model's
-  int32_t num_pages = 0;  // 0: unset
+  // Of the page options, what is left out (empty, -1 or 0) is taken from the seed's variables where
+  // they are set, as PagedKVCacheOptions::from_environment() says.
+  std::string kv_format, key_format, value_format;  // the last two win where given
+  int page_size = 0;
+  int64_t context = -1;  // -1: the model's
+  int32_t num_pages = 0;
   bool dynamic = true;
-  std::string max_bytes;  // empty: unset
+  CLI::Option* dynamic_flag = nullptr;
+  int sliding_window = -1;
+  std::string max_bytes;
   uint64_t shuffle_seed = 0;
 
   void add_model(CLI::App& app);

@@ -61,6 +61,13 @@ TensorView TensorView::tokens(int64_t first, int64_t count) const noexcept {
   return part;
 }
 
+MutableTensorView MutableTensorView::tokens(int64_t first, int64_t count) const noexcept {
+  MutableTensorView part = *this;
+  if (data) part.data = static_cast<std::byte*>(data) + first * token_stride * dtype_bytes(dtype);
+  part.num_tokens = count;
+  return part;
+}
+
 Tensor::Tensor(DType dtype, int64_t num_heads, int64_t num_tokens, int64_t head_dim)
     : dtype(dtype),
       num_heads(num_heads),

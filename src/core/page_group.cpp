@@ -1,5 +1,6 @@
 #include "core/page_group.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 #include <stdexcept>
@@ -65,9 +66,15 @@ int64_t PageGroup::resident_bytes() const {
   return sum;
 }
 
-int PageGroup::try_commit(int64_t num_pages) {
+int PageGroup::try_open(int64_t num_pages) {
   references_.reserve(static_cast<size_t>(num_pages));  // before any memory moves: it may throw
   free_.reserve(static_cast<size_t>(num_pages));
+  int error = 0;
+  for (size_t i = 0; i < arrays_.size() && error == 0; ++i) error = arrays_[i].try_open(num_pages);
+  return error;
+}
+
+int PageGroup::try_commit(int64_t num_pages) noexcept {
   int error = 0;
   for (size_t i = 0; i < arrays_.size() && error == 0; ++i)
     error = arrays_[i].try_commit(num_pages);
@@ -75,8 +82,20 @@ int PageGroup::try_commit(int64_t num_pages) {
 }
 
 void PageGroup::decommit_to(int64_t num_pages) noexcept {
-  for (PageMemory& array : arrays_)
-    if (array.pages() > num_pages) array.decommit_to(num_pages);
+  for (PageMemory& array : arrays_) array.decommit_to(num_pages);
+}
+
+bool PageGroup::shrink_to(int64_t num_pages) noexcept {
+  int64_t kept = num_committed();
+  while (kept > num_pages && references_[kept - 1] == 0) --kept;
+  const bool gives_back = kept < num_committed();
+  if (gives_back) {
+    std::erase_if(free_, [&](PageId page) { return page >= kept; });
+    references_.resize(static_cast<size_t>(kept));
+    decommit_to(kept);
+  }
+  capacity_ = std::min(capacity_, std::max(num_pages, kept));
+  return gives_back;
 }
 
 void PageGroup::add_committed(int64_t num_pages) noexcept {

@@ -35,13 +35,18 @@ class PageGroup {
     return page >= 0 && page < num_committed() ? references_[page] : 0;
   }
 
-  // Backs the first num_pages pages in every array; returns 0 or the errno of the array that
-  // failed, the ones before it being done. decommit_to(num_committed()) undoes either;
-  // add_committed() after a success makes the new pages free.
-  [[nodiscard]] int try_commit(int64_t num_pages);
+  // Room for the first num_pages pages in every array, in two steps: opening moves boundaries,
+  // committing backs them with memory. Each returns 0 or the errno of the array that failed, the ones
+  // before it being done. decommit_to(num_committed()) undoes either; add_committed() after both makes
+  // the new pages free.
+  [[nodiscard]] int try_open(int64_t num_pages);
+  [[nodiscard]] int try_commit(int64_t num_pages) noexcept;
   void decommit_to(int64_t num_pages) noexcept;
   void add_committed(int64_t num_pages) noexcept;
   void set_capacity(int64_t num_pages) noexcept { capacity_ = num_pages; }
+  // Gives back the memory of free pages from num_pages on, as far as no held page lies behind them;
+  // capacity becomes max(num_pages, what stays committed). Returns whether memory was given back.
+  bool shrink_to(int64_t num_pages) noexcept;
 
   // Takes out.size() <= num_free() pages: the last released ones first, fresh ones in ascending
   // order; in an order that `random` draws unless it is null.

@@ -74,17 +74,21 @@ int64_t PageMemory::boundary_bytes(int64_t num_pages) const noexcept {
   return std::min(round_up(touched_bytes(num_pages), kBoundaryStep), reserved_ - os_page());
 }
 
+int PageMemory::try_open(int64_t num_pages) noexcept {
+  const int64_t new_boundary = boundary_bytes(num_pages);
+  if (new_boundary <= boundary_) return 0;
+  if (mprotect(data_ + boundary_, static_cast<size_t>(new_boundary - boundary_),
+               PROT_READ | PROT_WRITE) != 0)
+    return errno;
+  boundary_ = new_boundary;
+  return 0;
+}
+
 int PageMemory::try_commit(int64_t num_pages) noexcept {
   assert(num_pages >= pages_);
   const int64_t touched = touched_bytes(pages_);
   const int64_t new_touched = touched_bytes(num_pages);
-  const int64_t new_boundary = boundary_bytes(num_pages);
-  if (new_boundary > boundary_) {
-    if (mprotect(data_ + boundary_, static_cast<size_t>(new_boundary - boundary_),
-                 PROT_READ | PROT_WRITE) != 0)
-      return errno;
-    boundary_ = new_boundary;
-  }
+  if (const int error = try_open(num_pages)) return error;
   const int64_t old_pages = std::exchange(pages_, num_pages);
   const int error = populate(data_ + touched, new_touched - touched);
   if (error != 0) decommit_to(old_pages);

@@ -40,6 +40,11 @@ class PageMemory {
   int64_t pages() const noexcept { return pages_; }  // committed
   int64_t reserved_bytes() const noexcept { return reserved_; }
 
+  // Moves the boundary so that the first num_pages pages may be written, without backing them. Returns
+  // 0, or the errno of the call that failed. Takes no longer for more memory: a page table entry is
+  // made by who touches it.
+  [[nodiscard]] int try_open(int64_t num_pages) noexcept;
+
   // Backs the first num_pages pages, zeroed where they are new; requires pages() <= num_pages <=
   // max_pages. Returns 0, or the errno of the call that failed: then nothing has changed.
   [[nodiscard]] int try_commit(int64_t num_pages) noexcept;

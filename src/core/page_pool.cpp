@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -14,6 +15,8 @@
 
 namespace pagedkv {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // A dynamic pool commits what is needed, or half of what it has where that is more; the first time
 // at least kFirstCommitTokens, and of its own accord never more than kMaxCommitBytes, so that the
@@ -68,6 +71,7 @@ struct PagePool::Impl {
   std::string limit_text(Limit limit) const;
 
   bool make_room(std::span<const PageRequest> requests);
+  bool grow(std::span<Plan> plans);
   bool check_capacity(const Plan& plan);
   bool check_budget(std::span<const Plan> plans, int64_t left, Limit limit);
   void choose_sizes(std::span<Plan> plans, int64_t left) const;
@@ -218,6 +222,10 @@ bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
     if (r.room > 0) plan.room = g.num_held() + std::max(r.room, num_pages);
     plans.push_back(plan);
   }
+  return grow(plans);
+}
+
+bool PagePool::Impl::grow(std::span<Plan> plans) {
   const Limit most = limit();
   counters.bytes_limit = most.bytes;
   const int64_t left = std::max<int64_t>(0, most.bytes - committed_bytes());
@@ -272,14 +280,20 @@ bool PagePool::Impl::commit(std::span<const Plan> plans) {
   if (options.commit_hook && !options.commit_hook(bytes))
     return refuse(Refusal::kBudget,
                   "a commit of " + std::to_string(bytes) + " bytes was refused (hook)");
-  for (const Plan& plan : plans) {
-    const int error = plan.group->try_commit(plan.target);
-    if (error == 0) continue;
+  const auto undo = [&](int error) {
     for (const Plan& done : plans) done.group->decommit_to(done.group->num_committed());
     return refuse(Refusal::kBudget, "the machine refused " + std::to_string(bytes) +
                                         " bytes beyond the " + std::to_string(committed_bytes()) +
                                         " committed: " + std::strerror(error));
-  }
+  };
+  const auto start = Clock::now();
+  for (const Plan& plan : plans)
+    if (const int error = plan.group->try_open(plan.target)) return undo(error);
+  const auto opened = Clock::now();
+  for (const Plan& plan : plans)
+    if (const int error = plan.group->try_commit(plan.target)) return undo(error);
+  counters.commit_seconds += std::chrono::duration<double>(opened - start).count();
+  counters.touch_seconds += std::chrono::duration<double>(Clock::now() - opened).count();
   for (const Plan& plan : plans) {
     plan.group->add_committed(plan.target);
     if (plan.capacity > plan.group->capacity()) ++counters.grow_events;
@@ -294,6 +308,22 @@ bool PagePool::Impl::refuse(Refusal why, std::string text) {
   refusal_text = std::move(text);
   ++counters.refusals;
   return false;
+}
+
+bool PagePool::try_grow(int group, int64_t num_pages, int64_t room) {
+  Impl& p = *impl_;
+  PageGroup& g = p.group(group);
+  p.refusal = Refusal::kNone;
+  if (num_pages <= g.num_committed()) return true;
+  Impl::Plan plan{&g, num_pages, 0, g.capacity(), room};
+  if (!p.options.dynamic) plan.required = std::max(num_pages, g.capacity());
+  return p.check_capacity(plan) && p.grow({&plan, 1});
+}
+
+void PagePool::shrink_to(int group, int64_t num_pages) {
+  if (num_pages < 1)
+    throw std::invalid_argument("num_pages " + std::to_string(num_pages) + ": must be at least 1");
+  if (impl_->group(group).shrink_to(num_pages)) ++impl_->counters.shrink_events;
 }
 
 // ---- references

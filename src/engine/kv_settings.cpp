@@ -9,7 +9,9 @@ int64_t context_tokens(const ModelInfo& model, const KvSettings& settings) {
   if (settings.context < 0)
     throw std::invalid_argument("context " + std::to_string(settings.context) +
                                 ": must be positive");
-  if (settings.context == 0) return model.context_length;
+  if (settings.context == 0)
+    return settings.context_window > 0 ? std::min(settings.context_window, model.context_length)
+                                       : model.context_length;
   if (settings.context > model.context_length)
     throw std::invalid_argument("context " + std::to_string(settings.context) +
                                 ": the model's limit is " + std::to_string(model.context_length) +
@@ -23,11 +25,13 @@ PagePoolOptions pool_options(const ModelInfo& model, const KvSettings& settings)
                                 ": must be in 1..256");
   PagePoolOptions options;
   options.groups = model.groups;
-  for (auto& group : options.groups)
+  for (auto& group : options.groups) {
+    group.sliding_window = settings.sliding_window.value_or(group.sliding_window);
     for (auto& layer : group.layers) {
       layer.key_format = settings.key_format;
       layer.value_format = settings.value_format;
     }
+  }
   options.page_size = settings.page_size;
   const int64_t context = context_tokens(model, settings);
   const int64_t pages = (context + settings.page_size - 1) / settings.page_size * settings.max_seqs;

@@ -176,6 +176,33 @@ TEST_F(Cli, SpellingsOfThePageFormat) {
   EXPECT_NE(run("run -m toy: -n 1 x --kv-quant int8").err.find("pages q8"), std::string::npos);
 }
 
+TEST_F(Cli, TheSeedsVariablesSetWhatFlagsLeaveOut) {
+  const std::string call = "run -m toy: -n 4 hello --json ";
+  const auto stats = [&](const std::string& args, const std::string& before) {
+    return nlohmann::json::parse(run(call + args, before).out).at("stats");
+  };
+  const std::string both = "MTPLX_PAGED_KV_QUANT=q4 MTPLX_VLLM_METAL_PAGED_BLOCK_SIZE=8";
+  auto s = stats("", both);
+  EXPECT_EQ(s["page_format"], "q4");
+  EXPECT_EQ(s["page_size"], 8);
+  EXPECT_EQ(stats("--block-size 32", both)["page_size"], 32);
+  EXPECT_EQ(stats("--kv-quant q8", both)["page_format"], "q8");
+  EXPECT_EQ(stats("-ctk q8", both)["page_format"], "k=q8,v=q4");
+  EXPECT_EQ(stats("", both + " PAGEDKV_KV_CACHE_DTYPE=bf16")["page_format"], "bf16");
+  EXPECT_EQ(stats("", "MTPLX_VLLM_METAL_PAGED_KV_QUANT=8bit " + both)["page_format"], "q8");
+
+  const std::string few =
+      "MTPLX_VLLM_METAL_PAGED_NUM_BLOCKS=1 MTPLX_VLLM_METAL_PAGED_BLOCK_SIZE=4 ";
+  EXPECT_EQ(run(call, few + "MTPLX_DYNAMIC_PAGED_KV=0").code, 6);
+  EXPECT_EQ(run(call + "--dynamic", few + "MTPLX_DYNAMIC_PAGED_KV=0").code, 0);
+  EXPECT_EQ(run(call, few + "MTPLX_DYNAMIC_PAGED_KV=1").code, 0);
+  EXPECT_EQ(run(call, "MTPLX_CONTEXT_WINDOW_TOKENS=4").code, 6);
+  EXPECT_EQ(run(call, "MTPLX_CONTEXT_WINDOW_TOKENS=100000000").code, 0);
+  const auto bad = run(call, "MTPLX_PAGED_KV_QUANT=q5");
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_NE(bad.err.find("MTPLX_PAGED_KV_QUANT=q5"), std::string::npos) << bad.err;
+}
+
 TEST_F(Cli, JsonIsOneObjectWithTextTokensUsageTimingsAndStats) {
   const auto plain = run("run -m toy: -n 20 hello");
   const auto r = run("run -m toy: -n 20 --json hello");

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "apps/cli.h"
+#include "base/units.h"
 
 namespace pagedkv::apps {
 namespace {

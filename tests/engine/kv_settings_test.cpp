@@ -20,6 +20,29 @@ TEST(KvSettings, ContextIsTheModelsUnlessASmallerOneIsAsked) {
   EXPECT_THROW(context_tokens(model->info(), s), std::invalid_argument);
 }
 
+TEST(KvSettings, AContextWindowIsACeilingNotADemand) {
+  const auto model = make_toy_model({.context_length = 1000});
+  KvSettings s;
+  s.context_window = 600;
+  EXPECT_EQ(context_tokens(model->info(), s), 600);
+  s.context_window = 5000;
+  EXPECT_EQ(context_tokens(model->info(), s), 1000);
+  s.context = 700;
+  s.context_window = 600;
+  EXPECT_EQ(context_tokens(model->info(), s), 700);
+}
+
+TEST(KvSettings, AGivenWindowReplacesTheModels) {
+  const auto model = make_toy_model({.sliding_window = 32});
+  KvSettings s;
+  s.sliding_window = 8;
+  for (const auto& group : pool_options(model->info(), s).groups)
+    EXPECT_EQ(group.sliding_window, 8);
+  s.sliding_window = 0;
+  for (const auto& group : pool_options(model->info(), s).groups)
+    EXPECT_EQ(group.sliding_window, 0);
+}
+
 TEST(KvSettings, BeginsWithNoMorePagesThanTheContextNeeds) {
   const auto model = make_toy_model({.context_length = 1000});
   KvSettings s;

@@ -44,6 +44,7 @@ struct MutableTensorView {
   DType dtype = DType::kF32;
   int64_t num_heads = 0, num_tokens = 0, head_dim = 0;
   int64_t head_stride = 0, token_stride = 0;  // in elements
+  MutableTensorView tokens(int64_t first, int64_t count) const noexcept;
   operator TensorView() const noexcept {
     return {data, dtype, num_heads, num_tokens, head_dim, head_stride, token_stride};
   }

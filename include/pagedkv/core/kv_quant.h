@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "pagedkv/base/page_format.h"
+#include "pagedkv/base/tensor.h"
 
 namespace pagedkv {
 
@@ -14,6 +15,9 @@ enum class PagedKVQuantMode : uint8_t { kOff, kQ8, kQ6, kQ4 };
 
 // "off", "q8", "q6", "q4".
 std::string_view quant_mode_name(PagedKVQuantMode mode) noexcept;
+
+// The format of pages in this mode, for rows of this dtype: off stores the dtype as it is.
+PageFormat page_format(PagedKVQuantMode mode, DType dtype) noexcept;
 
 // The mode that `word` names; trimmed, any case, "-" as "_":
 //   off  (empty) off none false 0 disabled disable      q8   q8 8 8bit int8 uint8 q8_0

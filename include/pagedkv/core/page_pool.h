@@ -66,8 +66,11 @@ struct PagePoolStats {
   int64_t bytes_moved = 0;   // copied or moved by growth: always 0
   int64_t allocations = 0;   // successful calls
   int64_t grow_events = 0;
+  int64_t shrink_events = 0;
   int64_t commit_events = 0;
-  int64_t refusals = 0;  // allocations that failed
+  int64_t refusals = 0;       // allocations that failed
+  double commit_seconds = 0;  // moving boundaries: what growth itself costs
+  double touch_seconds = 0;   // the kernel supplying zeroed memory behind them
 };
 
 // The seed's growth formula: pages to have so that `required` fit, from `current`:
@@ -105,6 +108,13 @@ class PagePool {
   // nothing has changed, and refusal() and refusal_text() say why.
   [[nodiscard]] bool try_allocate(std::span<const PageRequest> requests);
   [[nodiscard]] bool try_allocate(int group, std::span<PageId> out, int64_t room = 0);
+
+  // Raises a group's capacity by grown_pages() to at least num_pages, which get their memory now.
+  // Refuses as try_allocate does. Nothing to do where the capacity and the memory are there.
+  [[nodiscard]] bool try_grow(int group, int64_t num_pages, int64_t room = 0);
+  // Gives the memory of free pages beyond the first num_pages back, from the end, as far as no held
+  // page lies behind them, and lowers the group's capacity accordingly (never raises it).
+  void shrink_to(int group, int64_t num_pages);
 
   // One more reference to each page. The pages must be held.
   void retain(int group, std::span<const PageId> pages);

@@ -18,6 +18,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -48,6 +49,8 @@ struct PagedKVCacheOptions {
   std::optional<int64_t> max_bytes;         // 0: what the machine allows
   int num_layers = 1;
   Executor* executor = nullptr;  // null: the calling thread; must outlive the cache
+  // Asked before memory is committed, with its bytes; false refuses. For tests of failure.
+  std::function<bool(int64_t bytes)> commit_hook = nullptr;
 
   // `given`, with what it leaves unset taken from the environment; what is unset there too stays
   // unset. Ours win over the seed's:
@@ -62,8 +65,9 @@ struct PagedKVCacheOptions {
   //   sliding_window  PAGEDKV_SLIDING_WINDOW         MTPLX_VLLM_METAL_PAGED_SLIDING_WINDOW
   //   max_bytes       PAGEDKV_KV_CACHE_MEMORY_BYTES
   // An empty or blank variable counts as unset. Throws std::invalid_argument naming the variable and
-  // its value where it cannot be read.
-  static PagedKVCacheOptions from_environment(PagedKVCacheOptions given = {});
+  // its value where it cannot be read; where the seed takes its default then, so do we, with a warning.
+  static PagedKVCacheOptions from_environment(PagedKVCacheOptions given);
+  static PagedKVCacheOptions from_environment();
 };
 
 // How many blocks a dynamic cache starts with (the seed's rule for a request about to come).
@@ -71,7 +75,7 @@ struct InitialSize {
   int64_t configured = 1024;  // blocks
   int block_size = 16;
   std::optional<int64_t> min_blocks;  // unset: configured
-  int64_t tokens = 0;                 // expected for the request
+  int64_t tokens = 0;                 // that the coming request may need
   int64_t previous_high_water = 0;    // tokens
   int64_t margin = 128;               // tokens
 
@@ -103,13 +107,13 @@ struct PagedKVCacheStats {
     std::string kernel_set;
     std::array<int64_t, 2> by_phase{};  // [AttentionPhase]
   };
-  std::vector<AttentionCalls> attention_calls;
+  std::vector<AttentionCalls> attention_calls = {};
   struct Fallback {
     std::string reason;
     int64_t calls = 0;
   };
-  std::vector<Fallback> fallbacks;  // calls that no fast kernel served
-  double commit_seconds = 0;        // making room: of which touching new pages
+  std::vector<Fallback> fallbacks = {};  // calls that no fast kernel served
+  double commit_seconds = 0;             // making room: of which touching new pages
   double touch_seconds = 0;
   double write_seconds = 0, attention_seconds = 0, read_seconds = 0;
 };

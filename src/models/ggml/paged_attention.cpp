@@ -77,7 +77,7 @@ void PagedAttention::prepare(const StepBatch& batch, const PagePool& pool) {
   for (int layer = 0; layer < hp_.num_layers; ++layer) {
     const LayerPages& pages = pages_.emplace_back(pool.layer_pages(layer));
     const size_t work = find_work(pool.group_of_layer(layer), pages);
-    if (!std::ranges::count(work_of_layer_, work)) prepare_work(works_[work], pages, batch);
+    if (!std::ranges::count(work_of_layer_, work)) prepare_work(works_[work], pages, batch, pool);
     work_of_layer_.push_back(work);
   }
   next_store_.store(0, std::memory_order_relaxed);
@@ -101,7 +101,8 @@ size_t PagedAttention::find_work(int group, const LayerPages& pages) {
   return works_.size() - 1;
 }
 
-void PagedAttention::prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch) {
+void PagedAttention::prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch,
+                                  const PagePool& pool) {
   work.slots.resize(static_cast<size_t>(query_start_.back()));
   size_t stride = 1;
   for (const auto& s : batch.sequences) {
@@ -128,7 +129,7 @@ void PagedAttention::prepare_work(Work& work, const LayerPages& pages, const Ste
   a.block_table = work.block_table.data();
   a.block_table_stride = static_cast<int64_t>(stride);
   a.scale = hp_.attention_scale;
-  a.sliding_window = groups_spec_[work.group].sliding_window;
+  a.sliding_window = pool.sliding_window(work.group);
   work.plan.prepare(a, num_workers_);
 }
 

@@ -57,7 +57,8 @@ class PagedAttention {
   static void run_attend(ggml_tensor* out, int worker, int num_workers, void* node);
   void check_pool(const PagePool& pool) const;
   size_t find_work(int group, const LayerPages& pages);
-  void prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch);
+  void prepare_work(Work& work, const LayerPages& pages, const StepBatch& batch,
+                    const PagePool& pool);
 
   const Hyperparameters& hp_;
   const std::vector<LayerGroupSpec>& groups_spec_;
