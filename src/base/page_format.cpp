@@ -1,7 +1,8 @@
 #include "pagedkv/base/page_format.h"
 
-#include <cctype>
 #include <stdexcept>
+
+#include "base/quant_words.h"
 
 namespace pagedkv {
 
@@ -26,16 +27,23 @@ std::string_view page_format_name(PageFormat format) noexcept {
 std::string page_format_names() { return "f32, f16, bf16, q8, q6, q4"; }
 
 PageFormat parse_page_format(std::string_view word) {
-  std::string w;
-  for (char c : word)
-    w += c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  const std::string w = normalized_word(word);
   if (w == "f32" || w == "float32" || w == "fp32") return PageFormat::kF32;
-  if (w == "f16" || w == "float16" || w == "fp16" || w == "half" || w == "off" || w == "auto")
+  if (w == "f16" || w == "float16" || w == "fp16" || w == "half" || w == "auto")
     return PageFormat::kF16;
   if (w == "bf16" || w == "bfloat16") return PageFormat::kBF16;
-  if (w == "q8" || w == "int8" || w == "q8_0") return PageFormat::kQ8;
-  if (w == "q6" || w == "int6" || w == "q6_0") return PageFormat::kQ6;
-  if (w == "q4" || w == "int4" || w == "q4_0") return PageFormat::kQ4;
+  switch (w.empty() ? QuantWord::kUnknown : quant_word(w)) {
+    case QuantWord::kOff:
+      return PageFormat::kF16;
+    case QuantWord::kQ8:
+      return PageFormat::kQ8;
+    case QuantWord::kQ6:
+      return PageFormat::kQ6;
+    case QuantWord::kQ4:
+      return PageFormat::kQ4;
+    case QuantWord::kUnknown:
+      break;
+  }
   throw std::invalid_argument("page format \"" + std::string(word) + "\": exists are " +
                               page_format_names() + " (off and auto = f16)");
 }

@@ -1,27 +1,12 @@
 #include "pagedkv/core/kv_quant.h"
 
-#include <algorithm>
-#include <array>
-#include <cctype>
-#include <cstdlib>
 #include <stdexcept>
 
+#include "base/quant_words.h"
 #include "core/environment.h"
 
 namespace pagedkv {
 namespace {
-
-struct Words {
-  PagedKVQuantMode mode;
-  std::array<std::string_view, 7> words;
-};
-
-constexpr std::array<Words, 4> kModes = {{
-    {PagedKVQuantMode::kOff, {"off", "", "none", "false", "0", "disabled", "disable"}},
-    {PagedKVQuantMode::kQ8, {"q8", "8", "8bit", "int8", "uint8", "q8_0", "q8"}},
-    {PagedKVQuantMode::kQ6, {"q6", "6", "6bit", "int6", "uint6", "q6", "q6"}},
-    {PagedKVQuantMode::kQ4, {"q4", "4", "4bit", "int4", "uint4", "q4_0", "q4"}},
-}};
 
 // "k=WORD,v=WORD" in this order: WORD of one side, or nothing where the text has another form.
 std::string_view side(std::string_view text, size_t index) {
@@ -35,7 +20,17 @@ std::string_view side(std::string_view text, size_t index) {
 }  // namespace
 
 std::string_view quant_mode_name(PagedKVQuantMode mode) noexcept {
-  return kModes[static_cast<size_t>(mode)].words[0];
+  switch (mode) {
+    case PagedKVQuantMode::kOff:
+      return "off";
+    case PagedKVQuantMode::kQ8:
+      return "q8";
+    case PagedKVQuantMode::kQ6:
+      return "q6";
+    case PagedKVQuantMode::kQ4:
+      return "q4";
+  }
+  return "unknown";
 }
 
 PageFormat page_format(PagedKVQuantMode mode, DType dtype) noexcept {
@@ -61,10 +56,18 @@ PageFormat page_format(PagedKVQuantMode mode, DType dtype) noexcept {
 }
 
 PagedKVQuantMode parse_quant_mode(std::string_view word) {
-  std::string w = trimmed_lower(word);
-  std::replace(w.begin(), w.end(), '-', '_');
-  for (const Words& m : kModes)
-    if (std::find(m.words.begin(), m.words.end(), w) != m.words.end()) return m.mode;
+  switch (quant_word(normalized_word(word))) {
+    case QuantWord::kOff:
+      return PagedKVQuantMode::kOff;
+    case QuantWord::kQ8:
+      return PagedKVQuantMode::kQ8;
+    case QuantWord::kQ6:
+      return PagedKVQuantMode::kQ6;
+    case QuantWord::kQ4:
+      return PagedKVQuantMode::kQ4;
+    case QuantWord::kUnknown:
+      break;
+  }
   throw std::invalid_argument("paged KV quantization \"" + std::string(word) +
                               "\": must be off, q8, q6 or q4");
 }

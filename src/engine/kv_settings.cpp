@@ -10,8 +10,9 @@ int64_t context_tokens(const ModelInfo& model, const KvSettings& settings) {
     throw std::invalid_argument("context " + std::to_string(settings.context) +
                                 ": must be positive");
   if (settings.context == 0)
-    return settings.context_window > 0 ? std::min(settings.context_window, model.context_length)
-                                       : model.context_length;
+    return settings.context_window > 0
+               ? std::min<int64_t>(settings.context_window, model.context_length)
+               : model.context_length;
   if (settings.context > model.context_length)
     throw std::invalid_argument("context " + std::to_string(settings.context) +
                                 ": the model's limit is " + std::to_string(model.context_length) +

@@ -15,8 +15,9 @@ struct KvSettings {
   int page_size = 16;  // tokens
   int64_t context =
       0;  // tokens a sequence may hold; 0: the model's, but no more than context_window
-  int64_t context_window = 0;         // 0: none
-  std::optional<int> sliding_window;  // given, it replaces the model's in every layer (0: none)
+  int64_t context_window = 0;  // 0: none
+  std::optional<int> sliding_window =
+      std::nullopt;  // given, it replaces the model's in every layer (0: none)
   std::optional<int32_t> num_pages =
       std::nullopt;  // unset: 1,024, or fewer where the context of max_seqs sequences needs fewer
   bool dynamic = true;

@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <random>
 #include <vector>
 
 #include "core/pool_testing.h"
@@ -161,6 +163,114 @@ TEST_P(Growth, AnArrayCostsTwoMappingsHoweverOftenItGrows) {
   PagePool pool(small_model(4));
   for (int i = 0; i < 300; ++i) ASSERT_FALSE(take(pool, 3).empty());
   EXPECT_LE(mappings() - before, 2 * num_arrays() + 8);
+}
+
+TEST(Elastic, GrowsOnRequestWithItsMemory) {
+  PagePoolOptions o = options(8);
+  PagePool pool(o);
+  ASSERT_TRUE(pool.try_grow(0, 100));
+  EXPECT_EQ(pool.capacity(0), 100);
+  PagePoolStats s = pool.stats();
+  EXPECT_EQ(s.pages_committed, 100);
+  EXPECT_EQ(s.grow_events, 1);
+  EXPECT_GT(s.touch_seconds, 0);
+  EXPECT_EQ(take(pool, 100).size(), 100u);
+  EXPECT_EQ(pool.stats().commit_events, s.commit_events);  // it was there
+  ASSERT_TRUE(pool.try_grow(0, 50));                       // nothing to do
+  EXPECT_EQ(pool.capacity(0), 100);
+  EXPECT_FALSE(pool.try_grow(0, pool.max_pages(0) + 1));
+  EXPECT_EQ(pool.refusal(), PagePool::Refusal::kCapacity);
+  EXPECT_EQ(pool.capacity(0), 100);
+  ASSERT_TRUE(pool.try_grow(0, 101, 120));  // no further than the window
+  EXPECT_EQ(pool.capacity(0), 120);
+  pool.verify();
+
+  o.dynamic = false;
+  PagePool fixed(o);
+  EXPECT_FALSE(fixed.try_grow(0, 9));
+  ASSERT_TRUE(fixed.try_grow(0, 3));
+  EXPECT_EQ(fixed.stats().pages_committed, 8);  // all, as with the first page
+}
+
+TEST(Elastic, ShrinksFromTheEndDownToWhatIsHeld) {
+  PagePool pool(options(4, 16, group(2, layer(4, 64))));
+  const std::vector<PageId> pages = take(pool, 1000);
+  for (PageId page : pages) mark(pool, page);
+  const int64_t full = pool.bytes_resident();
+  const auto kept = std::span(pages).first(10);
+  pool.release(0, std::span(pages).subspan(10));
+  pool.retain(0, std::vector<PageId>{3});
+  pool.shrink_to(0, 1);
+  EXPECT_EQ(pool.capacity(0), 10);
+  EXPECT_EQ(pool.stats().pages_committed, 10);
+  EXPECT_EQ(pool.stats().shrink_events, 1);
+  EXPECT_LT(pool.bytes_resident(), full / 20);
+  for (PageId page : kept) EXPECT_TRUE(is_marked(pool, page));
+  pool.verify();
+  pool.shrink_to(0, 500);  // never raises it
+  EXPECT_EQ(pool.capacity(0), 10);
+  EXPECT_EQ(pool.stats().shrink_events, 1);
+  pool.release(0, kept.first(9));  // the last page is held: nothing goes
+  pool.shrink_to(0, 1);
+  EXPECT_EQ(pool.stats().pages_committed, 10);
+  const std::vector<PageId> again = take(pool, 100);
+  ASSERT_EQ(again.size(), 100u);
+  for (PageId page : again) {
+    if (page >= 10) {
+      EXPECT_FALSE(is_marked(pool, page));  // fresh memory is zero
+    }
+  }
+  EXPECT_THROW(pool.shrink_to(0, 0), std::invalid_argument);
+  pool.verify();
+}
+
+TEST(Elastic, KeepsItsAccountsInEveryOrder) {
+  PagePoolOptions o = options(3);
+  o.max_pages = 300;
+  PagePool pool(o);
+  std::mt19937 random(11);
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
+  std::vector<PageId> held;
+  for (int round = testing::scaled(20000); round > 0; --round) {
+    const int64_t capacity = pool.capacity(0);
+    switch (below(4)) {
+      case 0: {
+        const int64_t count = below(20);
+        const bool fits = count <= 300 - static_cast<int64_t>(held.size());
+        const auto pages = take(pool, count);
+        ASSERT_EQ(pages.size(), fits ? static_cast<size_t>(count) : 0);
+        held.insert(held.end(), pages.begin(), pages.end());
+        break;
+      }
+      case 1: {
+        const auto count = static_cast<size_t>(below(static_cast<int64_t>(held.size()) + 1));
+        std::shuffle(held.begin(), held.end(), random);
+        pool.release(0, std::span(held).subspan(held.size() - count));
+        held.resize(held.size() - count);
+        break;
+      }
+      case 2: {
+        const int64_t pages = 1 + below(310);
+        ASSERT_EQ(pool.try_grow(0, pages), pages <= 300);
+        if (pages <= 300) {
+          ASSERT_GE(pool.stats().pages_committed, pages);
+        }
+        ASSERT_GE(pool.capacity(0), capacity);
+        break;
+      }
+      default: {
+        const int64_t pages = 1 + below(310);
+        pool.shrink_to(0, pages);
+        const int64_t last = held.empty() ? 0 : *std::max_element(held.begin(), held.end()) + 1;
+        ASSERT_LE(pool.capacity(0), capacity);
+        ASSERT_EQ(pool.capacity(0), std::min(capacity, std::max(pages, last)));
+      }
+    }
+    ASSERT_NO_THROW(pool.verify());
+    ASSERT_EQ(pool.stats().pages_held, static_cast<int64_t>(held.size()));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, Growth,

@@ -21,7 +21,7 @@ PageFormat page_format(PagedKVQuantMode mode, DType dtype) noexcept;
 
 // The mode that `word` names; trimmed, any case, "-" as "_":
 //   off  (empty) off none false 0 disabled disable      q8   q8 8 8bit int8 uint8 q8_0
-//   q6   q6 6 6bit int6 uint6                           q4   q4 4 4bit int4 uint4 q4_0
+//   q6   q6 6 6bit int6 uint6 q6_0                      q4   q4 4 4bit int4 uint4 q4_0
 // Throws std::invalid_argument naming the word and the modes.
 PagedKVQuantMode parse_quant_mode(std::string_view word);
 
