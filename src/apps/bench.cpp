@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "apps/bench_attention.h"
 #include "apps/cli.h"
 #include "engine/text_stream.h"
 #include "pagedkv/kernels/kernel_set.h"
@@ -28,6 +29,8 @@ struct BenchOptions {
   bool no_warmup = false;
   std::string flash_attn = "1";
   std::string output = "md";
+  bool attention = false;
+  AttentionBench one;  // with --attention
 };
 
 struct Case {
@@ -187,7 +190,38 @@ std::vector<Case> cases_of(const BenchOptions& o) {
   return cases;
 }
 
+// One case for each number of threads.
+int bench_one_attention(BenchOptions o) {
+  const KvSettings settings = o.model.kv_settings();
+  o.one.key_format = settings.key_format;
+  o.one.value_format = settings.value_format;
+  o.one.page_size = settings.page_size;
+  o.one.repetitions = o.repetitions;
+  if (o.threads.empty()) o.threads = {o.model.threads()};
+  ordered_json all = ordered_json::array();
+  for (const int threads : o.threads) {
+    o.one.num_threads = threads;
+    const ordered_json& r = all.emplace_back(bench_attention(o.one));
+    if (o.output == "jsonl") std::cout << r.dump() << std::endl;
+    if (o.output == "md") {
+      if (all.size() == 1)
+        std::printf(
+            "| case | kernels | threads | ms | GB/s | GFLOP/s |\n"
+            "| --- | --- | --: | --: | --: | --: |\n");
+      std::printf("| %s | %s | %d | %.3f | %.2f | %.1f |\n", r["case"].get<std::string>().c_str(),
+                  r["kernel_set"].get<std::string>().c_str(), threads, r["ms"].get<double>(),
+                  r["gb_s"].get<double>(), r["gflop_s"].get<double>());
+      std::fflush(stdout);
+    }
+  }
+  if (o.output == "json") std::cout << all.dump(2) << std::endl;
+  if (!std::cout || std::ferror(stdout) != 0)
+    throw std::runtime_error("standard output: cannot be written");
+  return kOk;
+}
+
 int bench(BenchOptions o) {
+  if (o.attention) return bench_one_attention(std::move(o));
   const auto cases = cases_of(o);
   const KvSettings settings = o.model.kv_settings();
   if (o.threads.empty()) o.threads = {o.model.threads()};
@@ -243,6 +277,25 @@ void add_bench(CLI::App& app, std::function<int()>& command) {
   name_variable(sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out"));
   add_option(*sub, "--flash-attn", o->flash_attn, "(-fa) attention is always fused: 1, on or auto")
       ->check(CLI::IsMember({"1", "on", "auto"}));
+  auto* attention = "Attention alone";
+  name_variable(
+      sub->add_flag("--attention", o->attention,
+                    "time one attention call over shuffled pages, checked against the reference; "
+                    "no model is loaded"))
+      ->group(attention);
+  add_option(*sub, "--heads", o->one.heads, "query/kv heads")->group(attention);
+  add_option(*sub, "--head-dim", o->one.head_dim, "elements of a head")
+      ->check(CLI::Range(1, 512))
+      ->group(attention);
+  add_option(*sub, "--context", o->one.context, "tokens held, the new ones among them")
+      ->check(CLI::Range(1, 1 << 26))
+      ->group(attention);
+  add_option(*sub, "--new-tokens", o->one.new_tokens, "queries of each sequence")
+      ->check(CLI::Range(1, 1 << 20))
+      ->group(attention);
+  add_option(*sub, "--num-seqs", o->one.num_seqs, "sequences in the call")
+      ->check(CLI::Range(1, 1 << 16))
+      ->group(attention);
   o->model.add_pages(*sub);
   sub->parse_complete_callback([o, &command] { command = [=] { return bench(*o); }; });
 }

@@ -77,11 +77,6 @@ void check_sequences(const AttentionArgs& args) {
          " tokens");
 }
 
-// Whether the direct way reads the format; the others are decoded to floats first.
-bool read_directly(PageFormat format) {
-  return format == PageFormat::kF32 || format == PageFormat::kF16 || format == PageFormat::kQ8;
-}
-
 int lanes_of(const PageArray& pages) {
   return with_page_format(pages.format,
                           [&](auto format) { return decltype(format)::num_lanes(pages.head_dim); });
@@ -134,8 +129,7 @@ void AttentionPlan::Impl::add_sequence(const AttentionArgs& args, int sequence,
   const int64_t seq_len = args.seq_lens[sequence], first_position = seq_len - query_len;
   const LayerPages& p = args.pages;
   const bool direct = query_len == 1 && queries_per_kv <= kMaxDirectQueries &&
-                      key_lanes == p.keys.head_dim && value_lanes == p.values.head_dim &&
-                      read_directly(p.keys.format) && read_directly(p.values.format);
+                      key_lanes == p.keys.head_dim && value_lanes == p.values.head_dim;
   const int heads = direct ? p.num_kv_heads : 1;
   for (int q = 0; q < query_len; q += queries_per_tile) {
     const int num_queries = std::min(queries_per_tile, query_len - q);

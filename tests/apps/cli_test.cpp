@@ -335,5 +335,34 @@ TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
   EXPECT_EQ(rows[3]["n_depth"], 64);
 }
 
+TEST_F(Cli, BenchTimesOneAttentionCase) {
+  const auto r =
+      run("bench --attention --heads 6/2 --head-dim 64 --context 600 --new-tokens 5 "
+          "--num-seqs 3 -t 1,2 --kv-cache-dtype q4 -r 3 -o json");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto rows = nlohmann::json::parse(r.out);
+  ASSERT_EQ(rows.size(), 2u);
+  for (const auto& row : rows) {
+    EXPECT_EQ(row["case"], "6/2 x 64 q4, 5 of 600 x 3");
+    EXPECT_EQ(row["bytes"], 3 * 600 * 2 * 2 * (32 + 4));
+    EXPECT_EQ(row["flops"], 3 * (596 + 597 + 598 + 599 + 600) * 4 * 64 * 6);
+    EXPECT_EQ(row["samples_ms"].size(), 3u);
+    for (const char* key : {"ms", "gb_s", "gflop_s"}) EXPECT_GT(row[key].get<double>(), 0) << key;
+  }
+  EXPECT_EQ(rows[1]["threads"], 2);
+  EXPECT_EQ(run("bench --attention --context 64 -r 1 -ctk q8 -ctv f16 -t 1").code, 0);
+  const struct {
+    const char* args;
+    const char* names;
+  } bad[] = {{"--heads 7/2", "7/2"},    {"--heads x", "--heads x"},
+             {"--heads 0/0", "0/0"},    {"--context 4 --new-tokens 5", "--new-tokens 5"},
+             {"--head-dim 513", "513"}, {"--head-dim 63 --kv-cache-dtype q4", "head_dim 63"}};
+  for (const auto& b : bad) {
+    const auto e = run(std::string("bench --attention ") + b.args);
+    EXPECT_EQ(e.code, 2) << b.args;
+    EXPECT_NE(e.err.find(b.names), std::string::npos) << e.err;
+  }
+}
+
 }  // namespace
 }  // namespace pagedkv

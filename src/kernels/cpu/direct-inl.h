@@ -74,7 +74,7 @@ void prefetch_rows(const Task& task, const Pass& pass, int tile) {
 }
 
 // Calls visit(tile, head, offsets, next) for each tile of the pass and each kv head of the job; offsets: of the tile's 16
-// tokens; next: where to prefetch beside it, or null. The heads share out the tile ahead in address order.
+// tokens; next: where to prefetch beside it. The heads share out the tile ahead in address order.
 template <class Visit>
 HWY_INLINE void for_each_tile_head(const Task& task, const Pass& pass, bool gather,
                                    const Visit& visit) {
@@ -93,7 +93,8 @@ HWY_INLINE void for_each_tile_head(const Task& task, const Pass& pass, bool gath
     const auto [next, token] = pass.ahead(tile);
     const std::byte* at = next->data + pass.tokens.slot(token) * next->token_bytes;
     for (int h = 0; h < num_heads; ++h) {
-      visit(tile, h, offsets, all_heads ? at : nullptr);
+      const Ahead<true> walk{at};
+      visit(tile, h, offsets, all_heads ? walk : walk.stay());
       if (whole_tiles)
         at += kTile * next->row_bytes;
       else
@@ -106,20 +107,18 @@ HWY_INLINE void for_each_tile_head(const Task& task, const Pass& pass, bool gath
 template <class Format, class Lanes>
 void score_heads(const Task& task, const Pass& pass, Lanes lanes) {
   const int group = task.group();
-  for_each_tile_head(
-      task, pass, true,
-      [&](int tile, int h, const int64_t* offsets, const std::byte* next) PAGEDKV_LAMBDA {
-        const std::byte* keys = pass.rows.data + (task.job.first_head + h) * pass.rows.row_bytes;
-        for (int g = 0; g < group; g += 4) {
-          const float* q = task.scratch.queries + int64_t{h * group + g} * lanes;
-          float* scores =
-              task.scratch.scores + int64_t{h * group + g} * kScoreStride + tile * kTile;
-          if (g == 0 && next)
-            score_block<Format>(group - g, q, lanes, keys, offsets, scores, Ahead<true>{next});
-          else
-            score_block<Format>(group - g, q, lanes, keys, offsets, scores, Ahead<false>{nullptr});
-        }
-      });
+  for_each_tile_head(task, pass, true,
+                     [&](int tile, int h, const int64_t* offsets, Ahead<true> next) PAGEDKV_LAMBDA {
+                       const std::byte* keys =
+                           pass.rows.data + (task.job.first_head + h) * pass.rows.row_bytes;
+                       for (int g = 0; g < group; g += 4) {
+                         const float* q = task.scratch.queries + int64_t{h * group + g} * lanes;
+                         float* scores = task.scratch.scores +
+                                         int64_t{h * group + g} * kScoreStride + tile * kTile;
+                         score_block<Format>(group - g, q, lanes, keys, offsets, scores,
+                                             g == 0 ? next : next.stay());
+                       }
+                     });
 }
 
 template <class Format, class Lanes>
@@ -127,19 +126,15 @@ void value_heads(const Task& task, const Pass& pass, float* states, Lanes lanes)
   const int group = task.group(), stride = lanes + kStateTail;
   for_each_tile_head(
       task, pass, false,
-      [&](int tile, int h, const int64_t* offsets, const std::byte* next) PAGEDKV_LAMBDA {
+      [&](int tile, int h, const int64_t* offsets, Ahead<true> next) PAGEDKV_LAMBDA {
         const std::byte* values = pass.rows.data + (task.job.first_head + h) * pass.rows.row_bytes;
         const uint32_t visible = task.visible(0)[tile];
         for (int g = 0; g < group; g += 4) {
           const float* weights =
               task.scratch.scores + int64_t{h * group + g} * kScoreStride + tile * kTile;
           float* out = states + int64_t{h * group + g} * stride;
-          if (g == 0 && next)
-            value_block<Format>(group - g, weights, values, offsets, visible, out, stride, lanes,
-                                Ahead<true>{next});
-          else
-            value_block<Format>(group - g, weights, values, offsets, visible, out, stride, lanes,
-                                Ahead<false>{nullptr});
+          value_block<Format>(group - g, weights, values, offsets, visible, out, stride, lanes,
+                              g == 0 ? next : next.stay());
         }
       });
 }
@@ -156,19 +151,12 @@ void value_pass(const Task& task, const Pass& pass, float* states) {
              [&](auto lanes) PAGEDKV_LAMBDA { value_heads<Format>(task, pass, states, lanes); });
 }
 
-// Formats that no reader of their own serves never come here (AttentionPlan).
-template <class Format>
-using Direct =
-    std::conditional_t<std::is_same_v<Format, BF16Page> || std::is_same_v<Format, Q6Page> ||
-                           std::is_same_v<Format, Q4Page>,
-                       F32Page, Format>;
-
 void direct_partition(const Task& task, int partition, const Sight& sight, float* states) {
   const LayerPages& p = task.args.pages;
-  const auto score = with_page_format(
-      p.keys.format, [](auto format) { return &score_pass<Direct<decltype(format)>>; });
-  const auto value = with_page_format(
-      p.values.format, [](auto format) { return &value_pass<Direct<decltype(format)>>; });
+  const auto score =
+      with_page_format(p.keys.format, [](auto format) { return &score_pass<decltype(format)>; });
+  const auto value =
+      with_page_format(p.values.format, [](auto format) { return &value_pass<decltype(format)>; });
   const Rows keys(p.keys, p.num_kv_heads), values(p.values, p.num_kv_heads);
   const int64_t token = int64_t{partition} * kPartition;
   const bool last = partition + 1 == task.item.first_partition + task.item.num_partitions;

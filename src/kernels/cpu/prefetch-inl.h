@@ -18,22 +18,25 @@ namespace pagedkv::cpu::HWY_NAMESPACE {
 template <bool kOn>
 struct Ahead {
   const std::byte* at;
+  int64_t stride = 64;
 
-  // One step out of many that together cover the tile: `kBytes` of it, in whole lines. Where a step is less than
-  // a line, every (64 / kBytes)-th step fetches one.
+  // Touches one line again and again: nothing to fetch, without a kernel of its own for that.
+  Ahead stay() const { return {at, 0}; }
+
+  // Step `count` of many that together cover the tile, `kBytes` each, in whole lines.
   template <int kBytes>
   HWY_INLINE void step(int count) {
-    if constexpr (kOn && kBytes >= 64) {
+    if constexpr (kOn) {
       PAGEDKV_UNROLL (i, kBytes / 64) line();
-    } else if constexpr (kOn) {
-      if (count % (64 / kBytes) == 0) line();
+      constexpr int kRest = kBytes % 64;
+      if (kRest != 0 && count * kRest % 64 < kRest) line();
     }
   }
 
  private:
   HWY_INLINE void line() {
     __builtin_prefetch(at, 0, 2);  // prefetcht1
-    at += 64;
+    at += stride;
   }
 };
 

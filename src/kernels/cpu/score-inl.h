@@ -43,7 +43,7 @@ HWY_INLINE void add_part(Vec x, Vec& sum, Vec& even, Vec& odd) {
   }
 }
 
-// Dot products over chunks [chunk, chunk + kCount): what the accumulators gain.
+// Dot products over chunks [chunk, chunk + kCount), of which chunk is a multiple of kCount: what the accumulators gain.
 template <class Format, int kPart, int kCount, int kQueries, bool kAhead>
 HWY_INLINE void add_products(const float* HWY_RESTRICT queries,
                              const std::byte* const (&keys)[kKeys], int chunk,
@@ -51,15 +51,19 @@ HWY_INLINE void add_products(const float* HWY_RESTRICT queries,
   constexpr int kGroups = Reader<Format>::kGroups;
   PAGEDKV_UNROLL (i, kCount) {
     const int c = chunk + i;
-    Vec key[kKeys][kGroups];
-    PAGEDKV_UNROLL (t, kKeys) Reader<Format>::load(keys[t], c, kPart, key[t]);
-    if constexpr (kPart == 0) ahead.template step<kKeys * kChunkBytes<Format>>(i);
-    PAGEDKV_UNROLL (v, kGroups)
+    typename Reader<Format>::Raw raw[kKeys];
+    PAGEDKV_UNROLL (t, kKeys) raw[t] = Reader<Format>::load(keys[t], c, kPart);
+    if constexpr (kPart == 0)
+      ahead.template step<kKeys * kChunkBytes<Format>>(kCount == 1 ? chunk : i);
+    unroll<kGroups>([&](auto v) PAGEDKV_LAMBDA {
+      Vec key[kKeys];
+      PAGEDKV_UNROLL (t, kKeys) key[t] = Reader<Format>::template get<v>(raw[t]);
       PAGEDKV_UNROLL (g, kQueries) {
         const Vec query = hn::LoadU(
             kFloats, queries + ((c * kGroups + v) * kQueries + g) * kLanes + kPart * kNative);
-        PAGEDKV_UNROLL (t, kKeys) acc[g][t] = hn::MulAdd(key[t][v], query, acc[g][t]);
+        PAGEDKV_UNROLL (t, kKeys) acc[g][t] = hn::MulAdd(key[t], query, acc[g][t]);
       }
+    });
   }
 }
 
@@ -90,6 +94,7 @@ HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, Lanes lanes,
     HWY_ALIGN float joined[4][kQueries][kNative];
     for (int i = 0; i < 4; ++i) {
       Vec sum[kQueries][kKeys], even[kQueries][kKeys], odd[kQueries][kKeys];
+      asm("" : "+r"(queries));  // else GCC loads all queries before the loop, which spills them
       const std::byte* at[kKeys];
       PAGEDKV_UNROLL (t, kKeys) at[t] = keys + offsets[first + i + 4 * t];
       dot_part<Format, kQueries, kAhead, 0>(queries, at, chunks, sum, even, odd, ahead);

@@ -29,10 +29,11 @@ void decode_tile(const std::byte* HWY_RESTRICT rows, const int64_t* HWY_RESTRICT
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch(rows + next[t] + b, 0, 2);
     for (int c = 0; c < whole; ++c)
       PAGEDKV_UNROLL (part, kParts) {
-        Vec x[kGroups];
-        Reader<Format>::load(row, c, part, x);
-        PAGEDKV_UNROLL (v, kGroups)
-          hn::StoreU(x[v], kFloats, out + c * kChunk + v * kLanes + part * kNative);
+        const typename Reader<Format>::Raw raw = Reader<Format>::load(row, c, part);
+        unroll<kGroups>([&](auto v) PAGEDKV_LAMBDA {
+          hn::StoreU(Reader<Format>::template get<v>(raw), kFloats,
+                     out + c * kChunk + v * kLanes + part * kNative);
+        });
       }
     for (int i = whole * kChunk; i < lanes; ++i) out[i] = 0.0f;
     for (int e = whole * kChunk; e < head_dim; ++e) out[Format::lane(e)] = Format::load(row, e);
