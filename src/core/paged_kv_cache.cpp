@@ -481,10 +481,12 @@ CacheMask PagedKVCache::make_mask(int64_t num_queries, bool return_array,
   mask.kind = CacheMask::Kind::kCausal;
   if (!window_size && !return_array) return mask;
   mask.kind = CacheMask::Kind::kArray;
+  constexpr int64_t kMost = int64_t{1} << 40;
+  if (num_queries > kMost - offset() ||
+      num_queries > kMost / std::max<int64_t>(1, offset() + num_queries))
+    fail("mask of " + str(num_queries) + " queries beside " + str(offset()) + " tokens: too large");
   mask.rows = num_queries;
   mask.columns = offset() + num_queries;
-  if (mask.rows > (int64_t{1} << 40) / std::max<int64_t>(1, mask.columns))
-    fail("mask of " + str(mask.rows) + " x " + str(mask.columns) + ": too large");
   mask.array.resize(static_cast<size_t>(mask.rows * mask.columns));
   for (int64_t r = 0; r < mask.rows; ++r) {
     const int64_t last = offset() + r;

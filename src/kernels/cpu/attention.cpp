@@ -11,8 +11,7 @@
 #include "kernels/attention_plan.h"
 #include "pagedkv/kernels/kernel_set.h"
 
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || \
-    HWY_TARGET == HWY_NEON  // not the baseline, which may lack FMA
+#if PAGEDKV_IS_KERNEL_TARGET
 #include "kernels/cpu/items-inl.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -3,4 +3,12 @@
 // because Highway demands a baseline; nothing is compiled for them.
 #pragma once
 
-#define HWY_DISABLED_TARGETS (~(HWY_AVX3 | HWY_AVX2 | HWY_NEON | HWY_SCALAR | HWY_EMU128))
+// NEON as every AArch64 CPU has it; 0 elsewhere. Later releases of Highway call that NEON_WITHOUT_AES, bit 29, and their
+// NEON asks for AES too, which we have no use for.
+#define PAGEDKV_NEON (HWY_BASELINE_NEON & (1LL << 29) ? (1LL << 29) : HWY_BASELINE_NEON)
+
+#define HWY_DISABLED_TARGETS (~(HWY_AVX3 | HWY_AVX2 | PAGEDKV_NEON | HWY_SCALAR | HWY_EMU128))
+
+// Whether Highway's present target is one that kernels are compiled for: not the baseline of x86, which may lack FMA.
+#define PAGEDKV_IS_KERNEL_TARGET \
+  (HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == PAGEDKV_NEON)
