@@ -12,7 +12,7 @@
 #include "base/page_codec.h"
 #include "pagedkv/kernels/kernel_set.h"
 
-#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
+#if PAGEDKV_IS_KERNEL_TARGET
 #include "kernels/cpu/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -7,7 +7,11 @@
 // NEON asks for AES too, which we have no use for.
 #define PAGEDKV_NEON (HWY_BASELINE_NEON & (1LL << 29) ? (1LL << 29) : HWY_BASELINE_NEON)
 
-#define HWY_DISABLED_TARGETS (~(HWY_AVX3 | HWY_AVX2 | PAGEDKV_NEON | HWY_SCALAR | HWY_EMU128))
+// PAGEDKV_ONLY_TARGET: one of them alone.
+#ifndef PAGEDKV_ONLY_TARGET
+#define PAGEDKV_ONLY_TARGET (HWY_AVX3 | HWY_AVX2 | PAGEDKV_NEON)
+#endif
+#define HWY_DISABLED_TARGETS (~(PAGEDKV_ONLY_TARGET | HWY_SCALAR | HWY_EMU128))
 
 // Whether Highway's present target is one that kernels are compiled for: not the baseline of x86, which may lack FMA.
 #define PAGEDKV_IS_KERNEL_TARGET \
