@@ -15,9 +15,6 @@ import sys
 
 import numpy as np
 
-# What an operation's record holds beside its inputs and results.
-AFTER = "after"
-
 
 def quoted(text):
     """A string of one word: every byte that is not a plain printable character as %XX."""
@@ -101,12 +98,7 @@ def line(word, record, arrays, skip=()):
     return " ".join([word] + ["%s=%s" % leaf for leaf in leaves])
 
 
-def table_lines(cases):
-    for case in cases:
-        yield line("case", case, None)
-
-
-def attention_lines(cases, arrays):
+def case_lines(cases, arrays):
     for case in cases:
         yield line("case", case, arrays)
 
@@ -117,22 +109,22 @@ def trace_lines(cases, arrays):
         yield line("trace", case, arrays, skip=("ops", "final"))
         seen = {}
         for op in case["ops"]:
-            yield line(op["op"], op, arrays, skip=("op", AFTER))
-            if op.get(AFTER) is None:
+            yield line(op["op"], op, arrays, skip=("op", "after"))
+            if op.get("after") is None:
                 continue
             cache = op.get("to", op.get("cache", "c"))
-            now = dict(leaf for key, value in op[AFTER].items() for leaf in fields(value, key, arrays))
+            now = dict(leaf for key, value in op["after"].items() for leaf in fields(value, key, arrays))
             before = seen.get(cache, {})
             changed = ["%s=%s" % leaf for leaf in now.items() if before.get(leaf[0]) != leaf[1]]
             gone = ["-" + name for name in before if name not in now]
             yield " ".join(["after", "cache=" + quoted(cache)] + changed + gone)
             seen[cache] = now
-        check_final(case, seen)
+        check_final(case, seen, arrays.npz)
 
 
-def check_final(case, seen):
+def check_final(case, seen, npz):
     """The arrays at a trace's end are left out, since their hashes stand in the last state seen."""
-    digest = lambda array: hashlib.sha256(case_npz[array["array"]].tobytes()).hexdigest()
+    digest = lambda array: hashlib.sha256(npz[array["array"]].tobytes()).hexdigest()
     for cache, final in case["final"].items():
         for name, array in final.items():
             if name in ("k", "v"):
@@ -143,25 +135,17 @@ def check_final(case, seen):
                 raise SystemExit("%s: final %s of cache %s is not what was seen last" % (case["id"], name, cache))
 
 
-case_npz = None
-
-
 def main():
     if len(sys.argv) != 3:
         print(__doc__, file=sys.stderr)
         return 2
     source, target = map(pathlib.Path, sys.argv[1:])
-    global case_npz
-    for group, lines in (("tables", table_lines), ("traces", trace_lines), ("attention", attention_lines)):
+    for group, lines in (("tables", case_lines), ("traces", trace_lines), ("attention", case_lines)):
         cases = json.loads((source / (group + ".json")).read_text())["cases"]
-        if group == "tables":
-            text = lines(cases)
-        else:
-            case_npz = np.load(source / (group + ".npz"))
-            arrays = Arrays(case_npz)
-            text = lines(cases, arrays)
-        (target / (group + ".txt")).write_text("".join(each + "\n" for each in text))
-        if group != "tables":
+        npz = source / (group + ".npz")
+        arrays = Arrays(np.load(npz)) if npz.exists() else None
+        (target / (group + ".txt")).write_text("".join(each + "\n" for each in lines(cases, arrays)))
+        if arrays:
             (target / (group + ".bin")).write_bytes(arrays.blob)
     return 0
 

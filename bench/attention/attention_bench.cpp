@@ -1,7 +1,7 @@
 // Times attention cases, each checked against the reference first, and prints one JSON object a line.
-//   attention_bench                                the table below, every supported kernel set, f16 and q8
+//   attention_bench                                the table below, every supported kernel set, f16, q8, q6 and q4
 //   attention_bench --case 'keys=f16 values=f16 heads=32/8 dims=128/128 seqs=32768:1:1' --set avx512
-// Options: --threads N (1), --runs N (15), --set NAME (all supported), --format NAME (of the table), --no-check.
+// Options: --threads N (1), --runs N (15), --set NAME (all supported), --format NAME (of the table; any page format), --no-check.
 // The words of a case are those of tests/kernels/attention_case.h. Time only on an otherwise idle machine.
 #include <algorithm>
 #include <chrono>
@@ -63,10 +63,11 @@ Options parse(int argc, char** argv) {
       throw std::invalid_argument("unknown option " + word);
   }
   if (!o.cases.empty()) return o;
-  for (const char* format : {"f16", "q8"})
+  std::vector<std::string> formats = {"f16", "q8", "q6", "q4"};
+  if (!o.format.empty()) formats = {std::string(page_format_name(parse_page_format(o.format)))};
+  for (const std::string& format : formats)
     for (const char* line : kTable)
-      if (o.format.empty() || o.format == format)
-        o.cases.push_back("keys=" + std::string(format) + " values=" + format + " " + line);
+      o.cases.push_back("keys=" + format + " values=" + format + " " + line);
   return o;
 }
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/float_environment.h"
 #include "base/page_codec.h"
 
 namespace pagedkv {
@@ -66,6 +67,7 @@ void quantize_symmetric(std::span<const float> x, int head_dim, int bits,
     if (!std::isfinite(x[i]))
       fail("row " + std::to_string(i / dim) + ", element " + std::to_string(i % dim) + " is " +
            std::to_string(x[i]) + ": must be finite");
+  const FloatEnvironment environment;
   with_bits(bits, [&](auto format) {
     for (size_t r = 0; r < scales.size(); ++r)
       decltype(format)::store_row(&x[r * dim], head_dim, &codes[r * packed], &scales[r]);
@@ -78,6 +80,7 @@ void dequantize_symmetric(std::span<const std::byte> codes, std::span<const floa
   const auto dim = static_cast<size_t>(head_dim);
   check_size("x", x.size(), scales.size() * dim);
   check_size("codes", codes.size(), scales.size() * packed);
+  const FloatEnvironment environment;
   with_bits(bits, [&](auto format) {
     for (size_t r = 0; r < scales.size(); ++r)
       for (int e = 0; e < head_dim; ++e)

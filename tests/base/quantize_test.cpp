@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cfenv>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -50,6 +51,24 @@ TEST(Quantize, ReadsWhatWasNeverWrittenAsMinusZeroWhereCodesAreBiased) {
       EXPECT_EQ(v, 0.0f);
       EXPECT_EQ(std::signbit(v), bits != 8);
     }
+  }
+}
+
+TEST(Quantize, TheCallersRoundingChangesNothing) {
+  const std::vector<float> x = wave(64 * 50);
+  for (int bits : {8, 6, 4}) {
+    std::vector<std::byte> codes(50 * packed_dim(64, bits)), rounded_up = codes;
+    std::vector<float> scales(50), scales_up(50), back(x.size()), back_up(x.size());
+    quantize_symmetric(x, 64, bits, codes, scales);
+    dequantize_symmetric(codes, scales, 64, bits, back);
+    std::fesetround(FE_UPWARD);
+    quantize_symmetric(x, 64, bits, rounded_up, scales_up);
+    dequantize_symmetric(codes, scales, 64, bits, back_up);
+    EXPECT_EQ(std::fegetround(), FE_UPWARD);
+    std::fesetround(FE_TONEAREST);
+    EXPECT_EQ(codes, rounded_up);
+    EXPECT_EQ(scales, scales_up);
+    EXPECT_EQ(back, back_up);
   }
 }
 

@@ -126,6 +126,13 @@ class AttentionProblem {
   int64_t mask_stride_ = 0, bias_stride_ = 0;
 };
 
+inline constexpr PageFormat kFormats[] = {PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16,
+                                          PageFormat::kQ8,  PageFormat::kQ6,  PageFormat::kQ4};
+
+// The formats of the n-th case of a table: two of the six in turn, since the reference is slow, and all of them where
+// PAGEDKV_TEST_SCALE is 10 or more.
+std::vector<PageFormat> formats_of_case(int n);
+
 // Whether check_head_dim() lets rows of `head_dim` be stored.
 bool fits(PageFormat format, int head_dim);
 

@@ -27,7 +27,7 @@ class CallerSettings : public ::testing::TestWithParam<uint32_t> {
 };
 
 TEST_P(CallerSettings, DoNotChangeAttention) {
-  for (PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8})
+  for (PageFormat format : kFormats)
     for (const KernelSet* set : supported_sets()) {
       AttentionProblem problem(tiny_case(format));
       ThreadPool pool(1);
@@ -45,7 +45,7 @@ TEST_P(CallerSettings, DoNotChangeAttention) {
 TEST_P(CallerSettings, DoNotChangeWhatIsStored) {
   std::vector<float> x = data(9, 128);
   for (int i = 0; i < 64; ++i) x[i] *= 1e-38f;
-  for (PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8})
+  for (PageFormat format : kFormats)
     for (const KernelSet* set : supported_sets()) {
       AttentionCase c;
       c.key_format = c.value_format = format;

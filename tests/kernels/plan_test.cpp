@@ -87,6 +87,13 @@ TEST(AttentionPlan, RefusesWhatDoesNotFitNamingIt) {
         a.mask_stride = 39;
       },
       "mask_stride 39");
+  expect_refused(
+      [](auto& a) {
+        static const float bias[3] = {};
+        a.bias = bias;
+        a.bias_stride = 39;
+      },
+      "bias_stride 39");
 }
 
 TEST(AttentionPlan, RefusesNoWorkers) {

@@ -7,8 +7,8 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
+#include "base/float_environment.h"
 #include "kernels/attention_plan.h"
-#include "kernels/float_environment.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 #if PAGEDKV_IS_KERNEL_TARGET

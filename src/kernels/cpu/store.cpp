@@ -10,9 +10,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "base/float_environment.h"
 #include "base/page_codec.h"
-#include "kernels/float_environment.h"
-#include "kernels/reference/reference.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 #if PAGEDKV_IS_KERNEL_TARGET
@@ -23,12 +22,7 @@ namespace pagedkv::cpu::HWY_NAMESPACE {
 
 // store_row() of a format over whole registers; the rest of a row, if any, is the caller's.
 template <class Format>
-struct Writer {
-  static bool store_row(const float* HWY_RESTRICT x, int n, std::byte* HWY_RESTRICT row,
-                        float* HWY_RESTRICT scale) {
-    return Format::store_row(x, n, row, scale);
-  }
-};
+struct Writer;
 
 template <>
 struct Writer<F32Page> {
@@ -51,7 +45,30 @@ struct Writer<F16Page> {
 };
 
 template <>
-struct Writer<Q8Page> {
+struct Writer<BF16Page> {
+  static bool store_row(const float* HWY_RESTRICT x, int n, std::byte* HWY_RESTRICT row, float*) {
+    const hn::RebindToUnsigned<Ints> words;
+    const hn::Rebind<uint16_t, Floats> halves;
+    const int whole = n / kNative * kNative;
+    auto* out = reinterpret_cast<uint16_t*>(row);
+    for (int e = 0; e < whole; e += kNative) {
+      const auto bits = hn::BitCast(words, hn::LoadU(kFloats, x + e));
+      const auto upper = hn::ShiftRight<16>(bits);
+      const auto half_and_odd = hn::Add(hn::Set(words, 0x7fff), hn::And(upper, hn::Set(words, 1)));
+      const auto rounded = hn::ShiftRight<16>(hn::Add(bits, half_and_odd));
+      const auto is_nan = hn::Gt(hn::BitCast(kInts, hn::And(bits, hn::Set(words, 0x7fffffff))),
+                                 hn::Set(kInts, 0x7f800000));
+      const auto quiet = hn::BitCast(kInts, hn::Or(upper, hn::Set(words, 0x40)));
+      const auto stored = hn::IfThenElse(is_nan, quiet, hn::BitCast(kInts, rounded));
+      hn::StoreU(hn::DemoteTo(halves, stored), halves, out + e);
+    }
+    return BF16Page::store_row(x + whole, n - whole, row + 2 * whole, nullptr);
+  }
+};
+
+// Integer codes with one scale a row.
+template <class Format>
+struct CodeWriter {
   // The largest |x|, compared as integers: infinities and NaNs are above every number.
   static HWY_INLINE float amax(const float* HWY_RESTRICT x, int n, int whole) {
     const auto magnitude = hn::Set(kInts, 0x7fffffff);
@@ -74,18 +91,65 @@ struct Writer<Q8Page> {
     const int whole = n / kNative * kNative;
     const float largest = amax(x, n, whole);
     if (!(largest < kInfinity)) return false;
-    const float s = std::max(largest / Q8Page::kMaxCode, Q8Page::kMinScale);
+    const float s = std::max(largest / Format::kMaxCode, Format::kMinScale);
     const Vec divisor = hn::Set(kFloats, s);
-    auto* out = reinterpret_cast<int8_t*>(row);
-    for (int e = 0; e < whole; e += kNative) {  // |x / s| rounds to at most 127: no clamp is needed
+    HWY_ALIGN int8_t unpacked[kMaxHeadDim];
+    int8_t* const out = Format::kElementBits == 8 ? reinterpret_cast<int8_t*>(row) : unpacked;
+    // |x / s| rounds to at most the largest code: no clamp is needed.
+    for (int e = 0; e < whole; e += kNative) {
       const Vec quotient = hn::Div(hn::LoadU(kFloats, x + e), divisor);
       hn::StoreU(hn::DemoteTo(codes, hn::NearestInt(quotient)), codes, out + e);
     }
     for (int e = whole; e < n; ++e) out[e] = static_cast<int8_t>(std::nearbyint(x[e] / s));
+    if constexpr (Format::kElementBits < 8) {
+      const int packed = n / kPacked * kPacked;
+      for (int e = 0; e < packed; e += kPacked)
+        pack(unpacked + e, row + e * Format::kElementBits / 8);
+      Format::store_codes(row + packed * Format::kElementBits / 8, n - packed,
+                          [&](int e) { return int{unpacked[packed + e]}; });
+    }
     *scale = s;
     return true;
   }
+
+ private:
+  static constexpr int kMaxHeadDim = 512;
+  static constexpr int kPacked = 16;  // codes packed at a time: two bytes to one, or four to three
+
+  static HWY_INLINE void pack(const int8_t* HWY_RESTRICT codes, std::byte* HWY_RESTRICT out) {
+    const hn::Full128<uint8_t> bytes;
+    const hn::Full128<uint16_t> pairs;
+    const auto stored = hn::Add(hn::Load(bytes, reinterpret_cast<const uint8_t*>(codes)),
+                                hn::Set(bytes, Format::kBias));
+    const auto pair = hn::BitCast(pairs, stored);  // a code in each byte
+    constexpr int kBits = Format::kElementBits;
+    constexpr uint16_t kLow = (1 << kBits) - 1;
+    const auto joined = hn::Or(hn::And(pair, hn::Set(pairs, kLow)),
+                               hn::And(hn::ShiftRight<8 - kBits>(pair),
+                                       hn::Set(pairs, static_cast<uint16_t>(kLow << kBits))));
+    if constexpr (kBits == 4) {
+      const hn::Half<hn::Full128<uint8_t>> half;
+      hn::StoreU(hn::TruncateTo(half, joined), half, reinterpret_cast<uint8_t*>(out));
+    } else {
+      const hn::Full128<uint32_t> fours;
+      alignas(16) static constexpr uint8_t kTriples[16] = {0,  1,  2,  4,  5,    6,    8,    9,
+                                                           10, 12, 13, 14, 0x80, 0x80, 0x80, 0x80};
+      const auto two = hn::BitCast(fours, joined);  // 12 bits in each half
+      const auto four = hn::Or(hn::And(two, hn::Set(fours, 0xfffu)),
+                               hn::And(hn::ShiftRight<4>(two), hn::Set(fours, 0xfff000u)));
+      HWY_ALIGN uint8_t triples[16];
+      hn::Store(hn::TableLookupBytesOr0(hn::BitCast(bytes, four), hn::Load(bytes, kTriples)), bytes,
+                triples);
+      std::memcpy(out, triples, 12);
+    }
+  }
 };
+template <>
+struct Writer<Q8Page> : CodeWriter<Q8Page> {};
+template <>
+struct Writer<Q6Page> : CodeWriter<Q6Page> {};
+template <>
+struct Writer<Q4Page> : CodeWriter<Q4Page> {};
 
 template <class Format>
 bool store_heads(const PageArray& array, int num_kv_heads, const float* rows, int64_t slot) {
@@ -124,8 +188,6 @@ bool store(const StoreArgs& args, Executor& executor) noexcept {
   });
   return ok;
 }
-
-void fetch(const FetchArgs& args, Executor& executor) noexcept { reference::fetch(args, executor); }
 
 }  // namespace pagedkv::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

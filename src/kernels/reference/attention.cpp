@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/float_environment.h"
 #include "base/page_codec.h"
 #include "kernels/arithmetic.h"
-#include "kernels/float_environment.h"
 #include "kernels/reference/reference.h"
 #include "kernels/visibility.h"
 

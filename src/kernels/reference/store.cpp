@@ -1,7 +1,7 @@
 #include <atomic>
 
+#include "base/float_environment.h"
 #include "base/page_codec.h"
-#include "kernels/float_environment.h"
 #include "kernels/reference/reference.h"
 
 namespace pagedkv::reference {
