@@ -68,6 +68,7 @@ struct PagedKVCache::Impl {
     if (options.num_layers != 1)
       fail(std::string(call) + " is for a cache of one layer; this has " + str(options.num_layers));
   }
+  void check_queries(const TensorView& queries, int layer) const;
   KvShape shape_of(const TensorView& keys, const TensorView& values) const;
   std::unique_ptr<KvStorage> new_storage(const KvShape& shape) const;
   void write(KvStorage& into, int layer, const TensorView& keys, const TensorView& values);
@@ -213,10 +214,25 @@ PagedKVCache PagedKVCache::from_cache(const PagedKVCache& source, PagedKVCacheOp
 
 // ---- attention
 
-Tensor PagedKVCache::attend(const TensorView& queries, const AttendOptions& options) {
-  impl_->check_layer(options.layer);
+void PagedKVCache::Impl::check_queries(const TensorView& queries, int layer) const {
+  check_layer(layer);
   check_tensor(queries, "queries");
-  if (!impl_->storage) fail("attention over an empty cache: update first");
+  if (!storage) fail("attention over an empty cache: update first");
+  const KvShape& shape = storage->shape();
+  if (queries.num_tokens > storage->offset(layer))
+    fail(str(queries.num_tokens) + " queries, but the layer holds " + str(storage->offset(layer)) +
+         " tokens: queries are its newest tokens");
+  if (queries.head_dim != shape.key_head_dim)
+    fail("queries have head_dim " + str(queries.head_dim) + ", keys have " +
+         str(shape.key_head_dim));
+  if (queries.num_heads < 1 || queries.num_heads > INT32_MAX ||
+      queries.num_heads % shape.num_kv_heads != 0)
+    fail(str(queries.num_heads) + " query heads: must be a multiple of " + str(shape.num_kv_heads) +
+         " kv heads");
+}
+
+Tensor PagedKVCache::attend(const TensorView& queries, const AttendOptions& options) {
+  impl_->check_queries(queries, options.layer);
   Tensor out(queries.dtype, queries.num_heads, queries.num_tokens,
              impl_->storage->shape().value_head_dim);
   attend(queries, out.view(), options);
@@ -226,22 +242,10 @@ Tensor PagedKVCache::attend(const TensorView& queries, const AttendOptions& opti
 void PagedKVCache::attend(const TensorView& queries, const MutableTensorView& out,
                           const AttendOptions& options) {
   Impl& p = *impl_;
-  p.check_layer(options.layer);
-  check_tensor(queries, "queries");
+  p.check_queries(queries, options.layer);
   check_tensor(out, "out");
-  if (!p.storage) fail("attention over an empty cache: update first");
   const KvShape& shape = p.storage->shape();
   const int64_t held = p.storage->offset(options.layer), count = queries.num_tokens;
-  if (count > held)
-    fail(str(count) + " queries, but the layer holds " + str(held) +
-         " tokens: queries are its newest tokens");
-  if (queries.head_dim != shape.key_head_dim)
-    fail("queries have head_dim " + str(queries.head_dim) + ", keys have " +
-         str(shape.key_head_dim));
-  if (queries.num_heads < 1 || queries.num_heads > INT32_MAX ||
-      queries.num_heads % shape.num_kv_heads != 0)
-    fail(str(queries.num_heads) + " query heads: must be a multiple of " + str(shape.num_kv_heads) +
-         " kv heads");
   if (out.num_heads != queries.num_heads || out.num_tokens != count ||
       out.head_dim != shape.value_head_dim)
     fail("out is [" + str(out.num_heads) + ", " + str(out.num_tokens) + ", " + str(out.head_dim) +

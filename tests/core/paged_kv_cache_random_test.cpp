@@ -891,14 +891,17 @@ class Session {
         q = draw_rows(draw, heads_, held(0) + 1, key_dim_, DType::kF32);
         return refused([&] { cache_.attend(q.view, o); });
       case 16:
-        q.view.head_dim = key_dim_ + 1;
+        if (draw(2))
+          q.view.head_dim = key_dim_ + 1;
+        else
+          q.view = {nullptr, DType::kF32, int64_t{1} << 61, held(0), 0, 0, 0};
         return refused([&] { cache_.attend(q.view, o); });
       case 17:
         if (held(0) == 0 || q.view.num_tokens * held(0) == 3) return;
         o.bias = three;
         return refused([&] { cache_.attend(q.view, o); });
       case 18:
-        return refused([&] { cache_.make_mask(-1); });
+        return refused([&] { cache_.make_mask(draw.of({int64_t{-1}, INT64_MAX}), true); });
       default: {
         std::vector<PagedKVCache::Pair> pairs(static_cast<size_t>(cache_.num_layers()) + 1,
                                               {k.view, v.view});

@@ -1,8 +1,6 @@
-// libFuzzer over the public API: PagedKVCache with hostile options, shapes, strides, values and sizes; the quantiser; texts
-// and variables. What may come out is a result or one of the documented exceptions, and after an exception the cache is
+// libFuzzer over the public API: PagedKVCache with hostile options, shapes, strides, values and sizes; PagePool and
+// BlockTable; the quantiser; texts and variables. What may come out is a result or one of the documented exceptions, and after an exception the cache is
 // as it was. The first byte of an input chooses the part, the rest is read as arguments.
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,6 +15,8 @@
 
 #include "pagedkv/base/log.h"
 #include "pagedkv/base/quantize.h"
+#include "pagedkv/core/block_table.h"
+#include "pagedkv/core/page_pool.h"
 #include "pagedkv/core/paged_kv_cache.h"
 
 namespace pagedkv {
@@ -410,6 +410,107 @@ class CacheFuzzer {
   DType key_dtype_ = DType::kF32, value_dtype_ = DType::kF32;
 };
 
+// ---- the pool and block tables
+
+void fuzz_pool(Input& in) {
+  PagePoolOptions options;
+  int64_t committed = 0;
+  for (int g = in.one_in(16) ? 0 : 1 + in.below(2); g > 0; --g) {
+    LayerGroupSpec group;
+    if (in.one_in(4)) group.sliding_window = in.small_or_any_int(40);
+    for (int l = in.one_in(16) ? 0 : 1 + in.below(3); l > 0; --l) {
+      const auto format = [&] {
+        return in.of({PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16, PageFormat::kQ8,
+                      PageFormat::kQ6, PageFormat::kQ4});
+      };
+      const auto dim = [&] { return in.one_in(8) ? in.small_or_any_int(70) : 8; };
+      group.layers.push_back(
+          {in.one_in(8) ? in.small_or_any_int(5) : 2, dim(), dim(), format(), format()});
+    }
+    options.groups.push_back(group);
+  }
+  options.page_size = in.one_in(8) ? in.small_or_any_int(40) : 4;
+  options.num_pages = in.one_in(8) ? in.small_or_any_int(40) : 1 + in.below(20);
+  options.dynamic = in.below(3) != 0;
+  if (in.one_in(4)) options.max_bytes = in.below(2) ? in.size(256) : int64_t{in.byte()} * 1024;
+  if (in.one_in(4)) options.headroom_bytes = in.size(256);
+  if (in.one_in(4)) options.max_pages = in.small_or_any_int(60);
+  if (in.one_in(4)) options.shuffle_seed = in.raw<uint64_t>();
+  options.commit_hook = [&](int64_t bytes) {
+    if (in.one_in(16) || bytes > kMostCommitted - committed) return false;
+    committed += bytes;
+    return true;
+  };
+  std::optional<PagePool> pool;
+  try {
+    pool.emplace(options);
+  } catch (const std::invalid_argument&) {
+    return;
+  } catch (const MemoryError&) {
+    return;
+  }
+  std::vector<BlockTable> tables;
+  const auto table = [&]() -> BlockTable& {
+    return tables[static_cast<size_t>(in.below(static_cast<int>(tables.size())))];
+  };
+  tables.emplace_back(*pool);
+  for (int calls = 0; calls < 40 && !in.empty(); ++calls) {
+    const int group = in.below(pool->num_groups());
+    const auto any_page = [&] { return static_cast<PageId>(in.small_or_any_int(20)); };
+    try {
+      switch (in.below(9)) {
+        case 0:
+        case 1:
+        case 2: {
+          BlockTable& t = table();
+          const int64_t tokens = in.size(40), before = t.length();
+          if (t.try_append(tokens) ? t.length() - before != tokens : t.length() != before)
+            broken("try_append() and length() disagree");
+          break;
+        }
+        case 3:
+          table().trim_to(in.size(60));
+          break;
+        case 4:
+          if (tables.size() < 6) {
+            BlockTable shared = table().share_prefix(in.size(6));
+            tables.push_back(std::move(shared));
+          }
+          break;
+        case 5:
+          if (tables.size() < 6) tables.emplace_back(*pool, std::max<int64_t>(0, in.size(60)));
+          break;
+        case 6:
+          if (tables.size() > 1) tables.pop_back();
+          break;
+        case 7:
+          if (in.below(2))
+            (void)pool->try_grow(group, in.size(60));
+          else
+            pool->shrink_to(group, in.size(60));
+          break;
+        default: {
+          const PageId page = any_page();
+          if (pool->references(group, page) > 0) break;
+          pool->release(group, {&page, 1});
+          broken("a page that nobody holds was released");
+        }
+      }
+    } catch (const std::invalid_argument&) {
+    }
+    std::vector<std::vector<int32_t>> expected(static_cast<size_t>(pool->num_groups()));
+    for (int g = 0; g < pool->num_groups(); ++g)
+      for (const BlockTable& t : tables)
+        for (PageId page : t.pages(g)) {
+          auto& counts = expected[static_cast<size_t>(g)];
+          if (static_cast<size_t>(page) >= counts.size())
+            counts.resize(static_cast<size_t>(page) + 1);
+          ++counts[static_cast<size_t>(page)];
+        }
+    pool->verify(&expected);
+  }
+}
+
 // ---- the quantiser
 
 template <class F>
@@ -565,6 +666,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
     case 1:
       pagedkv::fuzz_texts(in);
+      break;
+    case 2:
+      pagedkv::fuzz_pool(in);
       break;
     default:
       pagedkv::CacheFuzzer(in).run();
