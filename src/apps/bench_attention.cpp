@@ -186,6 +186,7 @@ std::string case_name(const AttentionBench& o) {
 }  // namespace
 
 nlohmann::ordered_json bench_attention(const AttentionBench& o) {
+  kernels();  // a bad PAGEDKV_KERNELS is told before anything else
   check_head_dim(o.key_format, o.head_dim);
   check_head_dim(o.value_format, o.head_dim);
   Problem problem(o);

@@ -139,7 +139,8 @@ void ModelOptions::add_pages(CLI::App& app) {
   add_option(app, "--sliding-window", sliding_window,
              "see the last N tokens only, in every layer (0: all; default: as the model says)")
       ->default_str("")
-      ->check(CLI::Range(0, std::numeric_limits<int32_t>::max()))
+      ->type_name("INT")
+      ->check(CLI::Range(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()))
       ->group(group);
   add_option(app, "--kv-cache-memory-bytes", max_bytes,
              "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
@@ -151,23 +152,34 @@ void ModelOptions::add_pages(CLI::App& app) {
       ->group("");
 }
 
+namespace {
+
+// The word for keys or for values in "k=q8,v=q4"; one word is for both.
+std::string side_of(const std::string& text, bool keys) {
+  const size_t comma = text.find(",v=");
+  if (text.rfind("k=", 0) != 0 || comma == std::string::npos) return text;
+  return keys ? text.substr(2, comma - 2) : text.substr(comma + 3);
+}
+
+}  // namespace
+
 KvSettings ModelOptions::kv_settings() const {
   KvSettings s;
   PagedKVCacheOptions given;
   if (page_size > 0) given.block_size = page_size;
   if (num_pages > 0) given.num_blocks = num_pages;
   if (dynamic_flag != nullptr && dynamic_flag->count() > 0) given.dynamic = dynamic;
-  if (sliding_window >= 0) given.sliding_window = sliding_window;
+  if (!sliding_window.empty()) given.sliding_window = std::max(0, std::stoi(sliding_window));
   if (context > 0) given.context_window = context;
   const auto o = PagedKVCacheOptions::from_environment(given);
-  const auto format = [&](const std::string& own, PagedKVQuantMode mode) {
-    const std::string& word = own.empty() ? kv_format : own;
+  const auto format = [&](const std::string& own, bool keys, PagedKVQuantMode mode) {
+    const std::string word = own.empty() ? side_of(kv_format, keys) : own;
     return word.empty() ? page_format(mode, o.dtype.value_or(DType::kF16))
                         : parse_page_format(word);
   };
   const PagedKVQuantConfig quant = o.quant.value_or(PagedKVQuantConfig());
-  s.key_format = format(key_format, quant.keys());
-  s.value_format = format(value_format, quant.values());
+  s.key_format = format(key_format, true, quant.keys());
+  s.value_format = format(value_format, false, quant.values());
   s.page_size = o.block_size.value_or(s.page_size);
   s.num_pages = o.num_blocks;
   s.dynamic = o.dynamic.value_or(s.dynamic);

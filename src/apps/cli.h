@@ -58,7 +58,7 @@ struct ModelOptions {
   int32_t num_pages = 0;
   bool dynamic = true;
   CLI::Option* dynamic_flag = nullptr;
-  int sliding_window = -1;
+  std::string sliding_window;
   std::string max_bytes;
   uint64_t shuffle_seed = 0;
 

@@ -61,15 +61,33 @@ bool given(const std::vector<std::string>& args, const CLI::Option& option) {
   return false;
 }
 
+using Variables = std::vector<std::pair<std::string, std::string>>;  // flag, NAME=value
+
 // Puts the variables of flags that are not given in front of the arguments, so that a bad value is an error like any
-// other: CLI11 drops such values in some versions.
-void add_variables(const CLI::App& sub, std::vector<std::string>& args) {
+// other: CLI11 drops such values in some versions. Returns those it put there.
+Variables add_variables(const CLI::App& sub, std::vector<std::string>& args) {
+  Variables added;
   for (const CLI::Option* option : sub.get_options()) {
     const std::string variable = option->get_envname();
     const char* value = variable.empty() ? nullptr : std::getenv(variable.c_str());
-    if (value && *value && !given(args, *option))
-      args.insert(args.begin() + 1, "--" + option->get_lnames().front() + "=" + value);
+    if (!value) continue;
+    if (std::string_view(value).find_first_not_of(" \t") == std::string_view::npos) {
+      unsetenv(variable.c_str());  // blank counts as unset; CLI11 would read it
+      continue;
+    }
+    if (given(args, *option)) continue;
+    const std::string flag = "--" + option->get_lnames().front();
+    args.insert(args.begin() + 1, std::string(flag).append("=").append(value));
+    added.emplace_back(flag, std::string(variable).append("=").append(value));
   }
+  return added;
+}
+
+// Which variable set the flag that an error names.
+void name_variables(const std::string& error, const Variables& added) {
+  for (const auto& [flag, variable] : added)
+    if (error.find(flag + ":") != std::string::npos || error.find(flag + " ") != std::string::npos)
+      log(LogLevel::kError, flag + " was set by the variable " + variable);
 }
 
 int run_main(int argc, char** argv) {
@@ -89,12 +107,14 @@ int run_main(int argc, char** argv) {
   prefer_flag(args,
               {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
               {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});
-  if (sub) add_variables(*sub, args);
+  Variables added;
+  if (sub) added = add_variables(*sub, args);
   std::reverse(args.begin(), args.end());  // CLI11 takes them last first
   try {
     app.parse(args);
   } catch (const CLI::ParseError& e) {
     const int code = app.exit(e);  // prints help and version on stdout, errors on stderr
+    if (code != 0) name_variables(e.what(), added);
     if (!std::cout.flush()) throw std::runtime_error("standard output: cannot be written");
     return code == 0 ? kOk : kUsage;
   }

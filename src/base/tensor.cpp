@@ -86,6 +86,8 @@ MutableTensorView Tensor::view() noexcept {
 void check_tensor(const TensorView& tensor, std::string_view name) {
   const std::string of(name);
   if (tensor.num_heads < 0) fail(of + ": num_heads " + str(tensor.num_heads) + " is negative");
+  if (tensor.dtype > DType::kBF16)
+    fail(of + ": dtype " + str(static_cast<int64_t>(tensor.dtype)) + " is unknown");
   if (tensor.num_tokens < 0) fail(of + ": num_tokens " + str(tensor.num_tokens) + " is negative");
   if (tensor.head_dim < 0) fail(of + ": head_dim " + str(tensor.head_dim) + " is negative");
   if (tensor.num_heads == 0 || tensor.num_tokens == 0 || tensor.head_dim == 0) return;

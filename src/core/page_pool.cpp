@@ -12,6 +12,7 @@
 #include "core/memory_budget.h"
 #include "core/page_group.h"
 #include "core/page_layout.h"
+#include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv {
 namespace {
@@ -102,6 +103,7 @@ struct PagePool::Impl {
 
 PagePool::PagePool(PagePoolOptions options) {
   check_options(options);
+  kernels();  // a bad PAGEDKV_KERNELS shows here: store() cannot throw
   impl_ = std::make_unique<Impl>(std::move(options));
   impl_->reserve();
 }

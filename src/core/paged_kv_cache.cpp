@@ -93,6 +93,7 @@ struct PagedKVCache::Impl {
 };
 
 PagedKVCache::Impl::Impl(PagedKVCacheOptions o) : options(std::move(o)) {
+  kernels();  // a bad PAGEDKV_KERNELS shows here: kernel calls cannot throw
   quant = options.quant.value_or(PagedKVQuantConfig());
   geometry.block_size = options.block_size.value_or(16);
   geometry.num_blocks = options.num_blocks.value_or(1024);

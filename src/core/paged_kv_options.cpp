@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/quant_words.h"
 #include "base/units.h"
 #include "core/environment.h"
 #include "pagedkv/base/log.h"
@@ -86,53 +87,51 @@ void read_initial_size(PagedKVCacheOptions& o) {
   if (blocks > size.configured) o.num_blocks = static_cast<int32_t>(std::min(blocks, kMostInt));
 }
 
-// A page format word for K or V: a quantised one, or the dtype that is stored as it is.
-void take_format(PageFormat format, PagedKVQuantMode& mode, std::optional<DType>& dtype) {
-  switch (format) {
-    case PageFormat::kF32:
-      dtype = DType::kF32;
-      break;
-    case PageFormat::kF16:
-      dtype = DType::kF16;
-      break;
-    case PageFormat::kBF16:
-      dtype = DType::kBF16;
-      break;
-    case PageFormat::kQ8:
-      mode = PagedKVQuantMode::kQ8;
-      break;
-    case PageFormat::kQ6:
-      mode = PagedKVQuantMode::kQ6;
-      break;
-    case PageFormat::kQ4:
-      mode = PagedKVQuantMode::kQ4;
-      break;
-  }
+// A word for K or V: quantised or off; or a dtype that is stored as it is.
+void take_format(const char* name, const std::string& word, PagedKVQuantMode& mode,
+                 std::optional<DType>& dtype) {
+  read_variable(name, word, [&](const std::string& w) {
+    if (quant_word(normalized_word(w)) != QuantWord::kUnknown) {
+      mode = parse_quant_mode(w);
+      return;
+    }
+    mode = PagedKVQuantMode::kOff;
+    switch (parse_page_format(w)) {
+      case PageFormat::kF32:
+        dtype = DType::kF32;
+        break;
+      case PageFormat::kBF16:
+        dtype = DType::kBF16;
+        break;
+      default:
+        dtype = DType::kF16;
+    }
+  });
 }
 
-// PAGEDKV_CACHE_TYPE_K and _V, else PAGEDKV_KV_CACHE_DTYPE for both. False: none is set.
-bool read_formats(PagedKVCacheOptions& o) {
+// For each of K and V: its own variable, else the one for both, else the seed's pair.
+void read_formats(PagedKVCacheOptions& o) {
   const auto both = environment_value("PAGEDKV_KV_CACHE_DTYPE");
+  bool any = environment_value("MTPLX_VLLM_METAL_PAGED_KV_QUANT") ||
+             environment_value("MTPLX_PAGED_KV_QUANT");
   PagedKVQuantMode modes[2] = {};
   std::optional<DType> dtypes[2];
-  bool any = false;
+  if (any) modes[0] = modes[1] = paged_kv_quant_mode_from_env();
   for (int i = 0; i < 2; ++i) {
     const char* const own = i == 0 ? "PAGEDKV_CACHE_TYPE_K" : "PAGEDKV_CACHE_TYPE_V";
     const auto value = environment_value(own);
     if (!value && !both) continue;
     any = true;
-    take_format(read_variable(value ? own : "PAGEDKV_KV_CACHE_DTYPE", value ? *value : *both,
-                              [](const std::string& v) { return parse_page_format(v); }),
-                modes[i], dtypes[i]);
+    take_format(value ? own : "PAGEDKV_KV_CACHE_DTYPE", value ? *value : *both, modes[i],
+                dtypes[i]);
   }
-  if (!any) return false;
+  if (!any) return;
   if (dtypes[0] && dtypes[1] && dtypes[0] != dtypes[1])
     throw invalid_argument(
         "PAGEDKV_CACHE_TYPE_K and _V: keys and values that are not quantised "
         "have one dtype in a cache");
   o.quant = PagedKVQuantConfig(modes[0], modes[1]);
   if (!o.dtype) o.dtype = dtypes[0] ? dtypes[0] : dtypes[1];
-  return true;
 }
 
 }  // namespace
@@ -168,13 +167,10 @@ PagedKVCacheOptions PagedKVCacheOptions::from_environment(PagedKVCacheOptions gi
   PagedKVCacheOptions o = std::move(given);
   read_geometry(o);
   read_initial_size(o);
-  if (!o.quant && !read_formats(o) &&
-      (environment_value("MTPLX_VLLM_METAL_PAGED_KV_QUANT") ||
-       environment_value("MTPLX_PAGED_KV_QUANT")))
-    o.quant = PagedKVQuantConfig(paged_kv_quant_mode_from_env());
+  if (!o.quant) read_formats(o);
   if (!o.context_window)
-    if (const auto value = integer_variable("PAGEDKV_CTX_SIZE", -1, kMost))
-      o.context_window = std::max<int64_t>(0, *value);  // -1: the model's, which a cache knows not
+    if (const auto value = environment_value("PAGEDKV_CTX_SIZE"); value && *value != "-1")
+      o.context_window = integer_variable("PAGEDKV_CTX_SIZE", 1, kMost);  // -1: the model's
   if (!o.context_window && environment_value("MTPLX_CONTEXT_WINDOW_TOKENS"))
     o.context_window = std::max<int64_t>(0, lenient_integer("MTPLX_CONTEXT_WINDOW_TOKENS", 0));
   for (const char* name : {"PAGEDKV_SLIDING_WINDOW", "MTPLX_VLLM_METAL_PAGED_SLIDING_WINDOW"})

@@ -82,7 +82,8 @@ const KernelSet& best_set() {
 
 const KernelSet& first_choice() {
   const char* forced = std::getenv("PAGEDKV_KERNELS");
-  if (!forced || !*forced) return best_set();
+  if (!forced || std::string_view(forced).find_first_not_of(" \t") == std::string_view::npos)
+    return best_set();
   try {
     return usable_set(forced);
   } catch (const std::invalid_argument& error) {

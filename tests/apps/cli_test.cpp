@@ -198,6 +198,13 @@ TEST_F(Cli, TheSeedsVariablesSetWhatFlagsLeaveOut) {
   EXPECT_EQ(run(call, few + "MTPLX_DYNAMIC_PAGED_KV=1").code, 0);
   EXPECT_EQ(run(call, "MTPLX_CONTEXT_WINDOW_TOKENS=4").code, 6);
   EXPECT_EQ(run(call, "MTPLX_CONTEXT_WINDOW_TOKENS=100000000").code, 0);
+  EXPECT_EQ(stats("", both + " PAGEDKV_CACHE_TYPE_K=q8")["page_format"], "k=q8,v=q4");
+  EXPECT_EQ(stats("--kv-quant k=q6,v=bf16", both)["page_format"], "k=q6,v=bf16");
+  EXPECT_EQ(stats("", both + " PAGEDKV_BLOCK_SIZE=' '")["page_size"], 8);  // blank: unset
+  EXPECT_EQ(run(call, "PAGEDKV_SLIDING_WINDOW=-1").code, 0);
+  const auto ours = run(call, "PAGEDKV_BLOCK_SIZE=abc");
+  EXPECT_EQ(ours.code, 2);
+  EXPECT_NE(ours.err.find("PAGEDKV_BLOCK_SIZE=abc"), std::string::npos) << ours.err;
   const auto bad = run(call, "MTPLX_PAGED_KV_QUANT=q5");
   EXPECT_EQ(bad.code, 2);
   EXPECT_NE(bad.err.find("MTPLX_PAGED_KV_QUANT=q5"), std::string::npos) << bad.err;
@@ -351,6 +358,7 @@ TEST_F(Cli, BenchTimesOneAttentionCase) {
   }
   EXPECT_EQ(rows[1]["threads"], 2);
   EXPECT_EQ(run("bench --attention --context 64 -r 1 -ctk q8 -ctv f16 -t 1").code, 0);
+  EXPECT_EQ(run("bench --attention --context 64 -r 1 -t 1", "PAGEDKV_KERNELS=mmx").code, 2);
   const struct {
     const char* args;
     const char* names;

@@ -1,9 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "core/cache_testing.h"
 #include "core/environment.h"
 #include "core/scoped_environment.h"
-#include "pagedkv/base/log.h"
 #include "pagedkv/core/paged_kv_cache.h"
 
 namespace pagedkv {
@@ -66,6 +67,17 @@ TEST(PagedKVCacheOptions, OursWinAndWhatIsGivenWinsOverBoth) {
   EXPECT_EQ(mixed.dynamic, true);
 }
 
+TEST(PagedKVCacheOptions, OneSideGivenLeavesTheOtherToTheSeed) {
+  ScopedEnvironment env;
+  env.set("MTPLX_PAGED_KV_QUANT", "q4");
+  env.set("PAGEDKV_CACHE_TYPE_K", "q8");
+  EXPECT_EQ(PagedKVCacheOptions::from_environment().quant, PagedKVQuantConfig("k=q8,v=q4"));
+  env.set("PAGEDKV_KV_CACHE_DTYPE", "off");  // not quantised: the dtype is the first write's
+  const auto o = PagedKVCacheOptions::from_environment();
+  EXPECT_EQ(o.quant, PagedKVQuantConfig("k=q8,v=off"));
+  EXPECT_FALSE(o.dtype);
+}
+
 TEST(PagedKVCacheOptions, TheConstructorReadsNoEnvironment) {
   ScopedEnvironment env;
   env.set("MTPLX_PAGED_KV_QUANT", "q4");
@@ -83,6 +95,7 @@ TEST(PagedKVCacheOptions, ABadValueIsAnErrorThatNamesTheVariable) {
            {"PAGEDKV_NUM_BLOCKS", "99999999999999999999"},
            {"PAGEDKV_DYNAMIC", "perhaps"},
            {"PAGEDKV_CTX_SIZE", "-2"},
+           {"PAGEDKV_CTX_SIZE", "0"},
            {"PAGEDKV_KV_CACHE_MEMORY_BYTES", "1XB"},
            {"PAGEDKV_KV_CACHE_DTYPE", "q5"},
            {"PAGEDKV_CACHE_TYPE_K", "q5"},
@@ -97,20 +110,20 @@ TEST(PagedKVCacheOptions, ABadValueIsAnErrorThatNamesTheVariable) {
   }
 }
 
-TEST(PagedKVCacheOptions, WhereTheSeedTakesItsDefaultAWarningSaysSo) {
-  ScopedEnvironment env;
-  env.set("MTPLX_CONTEXT_WINDOW_TOKENS", "lots");
-  env.set("MTPLX_DYNAMIC_PAGED_KV", "enabled");
-  std::vector<std::string> warnings;
-  const LogSink before =
-      set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
-  const auto o = PagedKVCacheOptions::from_environment();
-  set_log_sink(before);
-  EXPECT_EQ(o.context_window, 0);
-  EXPECT_EQ(o.dynamic, false);
-  ASSERT_EQ(warnings.size(), 2u);
-  EXPECT_NE(warnings[0].find("MTPLX_DYNAMIC_PAGED_KV=enabled"), std::string::npos);
-  EXPECT_NE(warnings[1].find("MTPLX_CONTEXT_WINDOW_TOKENS=lots"), std::string::npos);
+// In a process of its own, since each warning is given once in a process.
+TEST(PagedKVCacheOptionsDeathTest, WhereTheSeedTakesItsDefaultAWarningSaysSo) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto read = [] {
+    ScopedEnvironment env;
+    env.set("MTPLX_CONTEXT_WINDOW_TOKENS", "lots");
+    env.set("MTPLX_DYNAMIC_PAGED_KV", "enabled");
+    const auto o = PagedKVCacheOptions::from_environment();
+    PagedKVCacheOptions::from_environment();
+    std::exit(o.context_window == 0 && o.dynamic == false ? 0 : 1);
+  };
+  EXPECT_EXIT(read(), ::testing::ExitedWithCode(0),
+              "^[^\n]*MTPLX_DYNAMIC_PAGED_KV=enabled[^\n]*\n"
+              "[^\n]*MTPLX_CONTEXT_WINDOW_TOKENS=lots[^\n]*\n$");
 }
 
 TEST(PagedKVCacheOptions, GrowthStartsWithWhatTheRequestNeeds) {

@@ -12,7 +12,8 @@ namespace pagedkv {
 
 class BlockTable {
  public:
-  // The pool must outlive the table. context_window > 0: the most tokens this sequence may hold.
+  // The pool must outlive the table. A table that was moved from may be assigned to or destroyed, no
+  // more. context_window > 0: the most tokens this sequence may hold.
   explicit BlockTable(PagePool& pool, int64_t context_window = 0);
   BlockTable(BlockTable&& other) noexcept;
   BlockTable& operator=(BlockTable&& other) noexcept;
@@ -41,6 +42,7 @@ class BlockTable {
   // rise; no byte is copied).
   [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
 
+  // group must be one of the pool's.
   std::span<const PageId> pages(int group) const noexcept { return pages_[group]; }
 
   // Writes the slots of tokens [first, first + out.size()) in a group.

@@ -32,11 +32,11 @@ struct LayerSpec {
 
 struct LayerGroupSpec {
   int sliding_window = 0;  // 0: full attention
-  std::vector<LayerSpec> layers;
+  std::vector<LayerSpec> layers = {};
 };
 
 struct PagePoolOptions {
-  std::vector<LayerGroupSpec> groups;
+  std::vector<LayerGroupSpec> groups = {};
   int page_size = 16;        // tokens, 1..256
   int32_t num_pages = 1024;  // of each group before any growth; reserved at once, committed by the
                              // first allocation: all of them, or as needed when `dynamic`
@@ -47,9 +47,9 @@ struct PagePoolOptions {
   uint64_t shuffle_seed = 0;  // not 0: hand out page ids in a shuffled order (tests)
   // Asked before each commit with the bytes it adds; false refuses it as the machine would. For
   // tests of failure.
-  std::function<bool(int64_t bytes)> commit_hook;
+  std::function<bool(int64_t bytes)> commit_hook = nullptr;
   // What the machine can still give, in bytes; unset: the cgroup and /proc/meminfo. For tests.
-  std::function<int64_t()> available_bytes;
+  std::function<int64_t()> available_bytes = nullptr;
 };
 
 // Counters over all groups; bytes of pages and scales.
@@ -89,7 +89,8 @@ struct PageRequest {
 
 class PagePool {
  public:
-  // Throws std::invalid_argument (a value outside its limits), MemoryError (the first num_pages,
+  // Throws std::invalid_argument (a value outside its limits, a PAGEDKV_KERNELS that names no usable
+  // set), MemoryError (the first num_pages,
   // without growth, are more than the budget; address space refused).
   explicit PagePool(PagePoolOptions options);
   ~PagePool();

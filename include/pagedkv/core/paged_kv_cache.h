@@ -37,16 +37,18 @@ namespace pagedkv {
 
 // What is left unset takes the default named beside it.
 struct PagedKVCacheOptions {
-  std::optional<int> block_size;            // 16; tokens of a page, 1..256
-  std::optional<int32_t> num_blocks;        // 1024; pages before any growth, at least 1
-  std::optional<DType> dtype;               // the first write's; given: what is not quantised is
-                                            // stored and read back so, whatever comes in
-  std::optional<PagedKVQuantConfig> quant;  // off
-  std::optional<bool> dynamic;              // true: grow beyond num_blocks
-  std::optional<int64_t> context_window;    // 0 (none); tokens: growth stops there unless more
-                                            // are needed
-  std::optional<int> sliding_window;        // none; given, it replaces attend's (0: no window)
-  std::optional<int64_t> max_bytes;         // 0: what the machine allows
+  std::optional<int> block_size = std::nullopt;      // 16; tokens of a page, 1..256
+  std::optional<int32_t> num_blocks = std::nullopt;  // 1024; pages before any growth, at least 1
+  std::optional<DType> dtype = std::nullopt;  // the first write's; given: what is not quantised is
+                                              // stored and read back so, whatever comes in
+  std::optional<PagedKVQuantConfig> quant = std::nullopt;  // off
+  std::optional<bool> dynamic = std::nullopt;              // true: grow beyond num_blocks
+  std::optional<int64_t> context_window =
+      std::nullopt;  // 0 (none); tokens: growth stops there unless more
+                     // are needed
+  std::optional<int> sliding_window =
+      std::nullopt;  // none; given, it replaces attend's (0: no window)
+  std::optional<int64_t> max_bytes = std::nullopt;  // 0: what the machine allows
   int num_layers = 1;
   Executor* executor = nullptr;  // null: the calling thread; must outlive the cache
   // Asked before memory is committed, with its bytes; false refuses. For tests of failure.
@@ -142,7 +144,8 @@ struct CacheMask {
 
 class PagedKVCache {
  public:
-  // Reads no environment. Throws std::invalid_argument naming an option and its limits.
+  // Reads no environment but PAGEDKV_KERNELS. Throws std::invalid_argument naming an option and its
+  // limits. A cache that was moved from may be assigned to or destroyed, no more.
   explicit PagedKVCache(PagedKVCacheOptions options = {});
   PagedKVCache(PagedKVCache&&) noexcept;
   PagedKVCache& operator=(PagedKVCache&&) noexcept;
@@ -204,7 +207,8 @@ class PagedKVCache {
   int64_t offset(int layer) const;
   bool empty() const noexcept { return offset() == 0; }
   int64_t capacity() const noexcept;  // tokens that fit without growth: of the pages there are
-  // Raises capacity to at least num_tokens, by the growth rule; the memory is there on return.
+  // Raises capacity to at least num_tokens, by the growth rule. Where there are pages the memory is
+  // there on return; before the first write, which sets shapes, none is.
   void grow_to_capacity(int64_t num_tokens);
   // Gives back the pages beyond those in use, and beyond num_tokens of capacity. Returns the capacity.
   int64_t shrink_to_capacity(int64_t num_tokens);
