@@ -100,7 +100,7 @@ DecodeTimes decode(const Shape& shape, int64_t depth, int pairs) {
   constexpr int kSteps = 64;
   Shape one = shape;
   one.num_layers = 1;
-  PagedKVCache cache(options(one, depth + pairs * kSteps + 64));
+  PagedKVCache cache(options(one, depth + kSteps + 64));
   const auto x = rows((depth + 1) * shape.num_kv_heads * shape.head_dim);
   const auto q = rows(int64_t{shape.num_q_heads} * shape.head_dim);
   const auto prompt =
@@ -155,6 +155,7 @@ DecodeTimes decode(const Shape& shape, int64_t depth, int pairs) {
       attend(args, plan, executor);
     }
     without.push_back(seconds_since(start) / kSteps);
+    cache.trim(kSteps);
   }
   return {1e6 * median(with), 1e6 * median(without)};
 }

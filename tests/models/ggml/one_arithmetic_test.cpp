@@ -54,7 +54,8 @@ class OneArithmetic : public testing::TestWithParam<const char*> {};
 
 TEST_P(OneArithmetic, HoldsInEveryPageFormat) {
   const std::string path = model_path(std::string("llama-variants/") + GetParam() + ".gguf");
-  for (const PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kQ8}) {
+  for (const PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16,
+                                  PageFormat::kQ8, PageFormat::kQ6, PageFormat::kQ4}) {
     expect_one_arithmetic(path, ExactMode::kAuto, format);
   }
 }
