@@ -167,7 +167,7 @@ std::string stored_bits(const AttentionCase& c, const KernelSet& set,
   return hash.text();
 }
 
-std::string store_bits(const AttentionCase& drawn, int index) {
+std::string store_bits(const AttentionCase& drawn, int index, int threads) {
   AttentionCase c = drawn;
   c.window = 0;
   Draw draw(static_cast<uint64_t>(index) + 1'000'000);
@@ -177,7 +177,7 @@ std::string store_bits(const AttentionCase& drawn, int index) {
                            values = drawn_rows(draw, rows * c.value_dim);
   const std::string expected = stored_bits(c, reference_set(), keys, values, 1);
   for (const KernelSet* set : supported_sets())
-    EXPECT_EQ(stored_bits(c, *set, keys, values, 1 + draw(3)), expected)
+    EXPECT_EQ(stored_bits(c, *set, keys, values, threads), expected)
         << set->name << ", store case " << index << ": " << c.text();
   return expected;
 }
@@ -193,7 +193,9 @@ TEST(SampledCases, EverySetGivesTheReferencesBits) {
   for (int i = 0; i < num_cases; ++i) {
     const AttentionCase c = drawn_case(i);
     const bool stores = i % 4 == 3;
-    const std::string hash = stores ? store_bits(c, i) : attention_bits(c, 1 + i % 3);
+    const int threads =
+        i % 20 < 2 ? 2 : 1;  // few: waiting is slow where cores are busy and emulated
+    const std::string hash = stores ? store_bits(c, i, threads) : attention_bits(c, threads);
     if (bits.is_open())
       bits << i << ' ' << (stores ? "store " : "attend ") << c.text() << ' ' << hash << '\n';
     ++calls[stores ? "store and fetch" : "attention"];
