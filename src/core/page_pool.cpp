@@ -240,6 +240,11 @@ bool PagePool::Impl::check_capacity(const Plan& plan) {
   const PageGroup& g = *plan.group;
   const int64_t most = options.dynamic ? g.max_pages() : g.capacity();
   if (plan.required <= most) return true;
+  if (options.dynamic && options.max_pages == 0) {  // the address space was sized by the budget
+    const Limit limit = this->limit();
+    const int64_t left = std::max<int64_t>(0, limit.bytes - committed_bytes());
+    if (!check_budget({&plan, 1}, left, limit)) return false;
+  }
   return refuse(Refusal::kCapacity, "layer group " + std::to_string(group_index(&g)) + " needs " +
                                         count_of(plan.required, "page") + ", " +
                                         (options.dynamic ? "there is address space for "

@@ -316,6 +316,13 @@ TEST(PagedKVCache, CapacityErrorsAndMemoryErrorsHaveTheirTypes) {
   PagedKVCache poor(o);
   EXPECT_THROW(poor.update(rows(1, 1, 1, 512), rows(2, 1, 1, 512)), MemoryError);
   EXPECT_EQ(poor.size_bytes(), 0);
+  o.max_bytes = 3 * 16 * 1024;  // three pages
+  PagedKVCache three(o);
+  three.update(rows(1, 1, 12, 512), rows(2, 1, 12, 512));
+  const std::string text =
+      error_of<MemoryError>([&] { three.update(rows(1, 1, 1, 512), rows(2, 1, 1, 512)); });
+  EXPECT_NE(text.find("byte budget is 49152"), std::string::npos) << text;
+  EXPECT_EQ(three.offset(), 12);
 }
 
 TEST(PagedKVCache, GrowthMovesNothingAndFollowsTheFormula) {
