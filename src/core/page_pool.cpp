@@ -6,6 +6,7 @@
 #include <cassert>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -58,8 +59,12 @@ struct PagePool::Impl {
     int64_t target;    // pages committed
     int64_t capacity;
     int64_t room;
+    // Saturates: a request may name any count, and is refused only after its bytes are known.
     int64_t new_bytes(int64_t pages) const {
-      return (pages - group->num_committed()) * group->page_bytes();
+      int64_t bytes;
+      if (__builtin_mul_overflow(pages - group->num_committed(), group->page_bytes(), &bytes))
+        return std::numeric_limits<int64_t>::max();
+      return bytes;
     }
   };
 
@@ -221,7 +226,8 @@ bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
     Plan plan{&g, g.num_held() + num_pages, 0, g.capacity(), 0};
     if (!check_capacity(plan)) return false;
     if (!options.dynamic) plan.required = g.capacity();  // the first allocation commits all
-    if (r.room > 0) plan.room = g.num_held() + std::max(r.room, num_pages);
+    if (r.room > 0)
+      plan.room = g.num_held() + std::clamp<int64_t>(r.room, num_pages, g.max_pages());
     plans.push_back(plan);
   }
   return grow(plans);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <random>
 #include <set>
 #include <sstream>
@@ -176,6 +177,22 @@ TEST(PagePool, RefusesMoreThanItHasAddressSpaceFor) {
   EXPECT_TRUE(take(pool, 1).empty());
   EXPECT_EQ(pool.refusal(), PagePool::Refusal::kCapacity);
   EXPECT_TRUE(contains(pool.refusal_text(), "address space for 10")) << pool.refusal_text();
+}
+
+TEST(PagePool, RefusesCountsWhoseBytesNoIntegerHolds) {
+  for (const int64_t pages : {int64_t{1} << 62, std::numeric_limits<int64_t>::max()}) {
+    PagePoolOptions o = options(4);
+    o.max_pages = 0;  // the address space is sized by the budget
+    PagePool pool(o);
+    EXPECT_FALSE(pool.try_grow(0, pages));
+    EXPECT_EQ(pool.refusal(), PagePool::Refusal::kBudget);
+    EXPECT_TRUE(contains(pool.refusal_text(), "9223372036854775807 bytes more"))
+        << pool.refusal_text();
+    std::vector<PageId> page(1);
+    const PageRequest request{0, page, pages};
+    EXPECT_TRUE(pool.try_allocate({&request, 1}));  // the room that it announces is only a hint
+    pool.verify();
+  }
 }
 
 TEST(PagePool, ShuffledIdsAreAPermutationThatTheSeedDecides) {
