@@ -98,6 +98,39 @@ TEST(Store, SetsAgreeOnTies) {
   expect_ties_go_to_even<Q4Page>();
 }
 
+// Quotients next to halves of a code, where an error of one unit in the last place changes the code.
+template <class Format>
+void expect_sets_agree_beside_halves() {
+  constexpr int kRows = 64, kDim = 512;
+  uint64_t state = Format::kMaxCode;
+  std::vector<float> x(kRows * kDim);
+  for (int round = 0; round < rounds(150); ++round) {
+    for (int row = 0; row < kRows; ++row) {
+      float* const r = &x[static_cast<size_t>(row) * kDim];
+      // An amax between 2^-12 and 2^115, any mantissa.
+      r[0] = std::bit_cast<float>(static_cast<uint32_t>(splitmix64(state)) % 0x3f800000u +
+                                  0x39800000u);
+      const float scale = r[0] / Format::kMaxCode;
+      for (int e = 1; e < kDim; ++e) {
+        const uint64_t draw = splitmix64(state);
+        const auto halves = static_cast<float>(2 * (draw % Format::kMaxCode) + 1);
+        const float border = scale * (0.5f * halves);
+        const int ulps = static_cast<int>(draw >> 32 & 7) - 3;
+        r[e] = std::bit_cast<float>(std::bit_cast<int32_t>(border) + ulps);
+        if (r[e] > r[0]) r[e] = r[0];
+        if (draw >> 40 & 1) r[e] = -r[e];
+      }
+    }
+    expect_sets_agree(Format::kFormat, kDim, x, "beside halves");
+  }
+}
+
+TEST(Store, SetsAgreeBesideHalves) {
+  expect_sets_agree_beside_halves<Q8Page>();
+  expect_sets_agree_beside_halves<Q6Page>();
+  expect_sets_agree_beside_halves<Q4Page>();
+}
+
 TEST(Store, SetsAgreeOnAnyBits) {
   uint64_t state = 4;
   for (int round = 0; round < rounds(300); ++round) {
