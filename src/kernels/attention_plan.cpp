@@ -82,6 +82,12 @@ int lanes_of(const PageArray& pages) {
                           [&](auto format) { return decltype(format)::num_lanes(pages.head_dim); });
 }
 
+// Whether whole registers may be read straight from the pages. What lies behind a short row meets queries of zero or lands
+// in lanes that nobody reads: codes are finite whatever the bytes are, floats need not be.
+bool fills_lanes(const PageArray& pages, int lanes) {
+  return lanes == pages.head_dim || has_scales(pages.format);
+}
+
 }  // namespace
 
 AttentionPlan::AttentionPlan() : impl_(std::make_unique<Impl>()) {}
@@ -129,7 +135,7 @@ void AttentionPlan::Impl::add_sequence(const AttentionArgs& args, int sequence,
   const int64_t seq_len = args.seq_lens[sequence], first_position = seq_len - query_len;
   const LayerPages& p = args.pages;
   const bool direct = query_len == 1 && queries_per_kv <= kMaxDirectQueries &&
-                      key_lanes == p.keys.head_dim && value_lanes == p.values.head_dim;
+                      fills_lanes(p.keys, key_lanes) && fills_lanes(p.values, value_lanes);
   const int heads = direct ? p.num_kv_heads : 1;
   for (int q = 0; q < query_len; q += queries_per_tile) {
     const int num_queries = std::min(queries_per_tile, query_len - q);
