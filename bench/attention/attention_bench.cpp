@@ -1,177 +1,264 @@
-// Times attention cases, each checked against the reference first, and prints one JSON object a line.
-//   attention_bench                                the table below, every supported kernel set, f16, q8, q6 and q4
-//   attention_bench --case 'keys=f16 values=f16 heads=32/8 dims=128/128 seqs=32768:1:1' --set avx512
-// Options: --threads N (1), --runs N (15), --set NAME (all supported), --format NAME (of the table; any page format), --no-check.
-// The words of a case are those of tests/kernels/attention_case.h. Time only on an otherwise idle machine.
+// Attention and append over pages, timed beside what the machine could do at best. One JSON object a line: for each
+// number of threads the machine's peaks, then the cases, each with every kernel set and number of threads.
+//
+//   attention_bench                    the table below, every supported kernel set but the reference
+//   attention_bench --case 'keys=q8 values=q8 heads=32/8 dims=128/128 seqs=32768:1' --set avx512 --threads 1,2
+//   attention_bench --case 'append heads=32 keys=q4 values=q4 seqs=16:16'     stores the new tokens instead
+//
+// The words of a case are told in src/apps/attention_case.h. Each result is checked against the reference before it is
+// timed; times are medians. cpu_ms, with one thread, is processor time, which other programs disturb less.
+//   share_of_bandwidth  the time that reading K and V once takes in shuffled pages of this size, as a share of the time
+//                       taken: above 1 where K and V fit in a cache
+//   share_of_fma_peak   the same for the multiply-adds, in registers as wide as this set's
+//                       Both are shares of cpu_ms where it is there.
+//   kv_tokens_per_s     tokens held / time: one sequence of 32k tokens beside 64 of 512
+// Time only on an otherwise idle machine.
 #include <algorithm>
-#include <chrono>
+#include <charconv>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <ctime>
-#include <fstream>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
-#include "kernels/attention_case.h"
+#include "append_problem.h"
+#include "apps/attention_problem.h"
+#include "apps/cpu_name.h"
+#include "machine_peaks.h"
 
 namespace {
 
 using namespace pagedkv;
-using namespace pagedkv::testing;
+using namespace pagedkv::bench;
+using apps::AttentionCase;
+using apps::AttentionProblem;
+using apps::CallTimes;
+using nlohmann::ordered_json;
+
+constexpr const char* kUsage =
+    "attention_bench [--case WORDS]... [--set NAME] [--format NAME] [--threads LIST] [--runs N] "
+    "[--no-check]\n"
+    "                [--no-peaks] [--list]\n"
+    "  --case WORDS    in place of the table; may be given again\n"
+    "  --set NAME      one kernel set; default: all that this CPU supports but the reference\n"
+    "  --format NAME   the table in one page format\n"
+    "  --threads LIST  default 1\n"
+    "  --runs N        timed calls of each case, after one that warms up; default 15\n"
+    "  --no-check      do not compare with the reference\n"
+    "  --no-peaks      do not measure the machine\n"
+    "  --list          print the cases and stop\n";
+
+constexpr std::string_view kAppend = "append ";
 
 struct Options {
   std::vector<std::string> cases;
-  std::string set, format;
-  int threads = 1, runs = 15;
-  bool check = true;
+  std::string set;
+  std::vector<int> threads{1};
+  int runs = 15;
+  bool check = true, peaks = true, list = false;
 };
 
 constexpr const char* kTable[] = {
-    "heads=32/8 dims=128/128 seqs=32768:1:1",     // decode, long
-    "heads=9/3 dims=64/64 seqs=8192:1:1",         // decode, small model
-    "heads=32/32 dims=128/128 seqs=8192:1:1",     // decode, bound by memory
-    "heads=32/8 dims=128/128 seqs=4096:512:1",    // prefill
-    "heads=9/3 dims=64/64 seqs=4096:512:1",       // prefill, small model
-    "heads=32/8 dims=80/80 seqs=8192:1:1",        // head_dim 80
-    "heads=9/3 dims=64/64 seqs=8192:7:1",         // a few rows
-    "heads=9/3 dims=64/64 page=1 seqs=8192:1:1",  // pages smaller than a tile
+    "heads=32/8 dims=128/128 seqs=32768:1",     // decode, long
+    "heads=9/3 dims=64/64 seqs=8192:1",         // decode, small model
+    "heads=32/32 dims=128/128 seqs=8192:1",     // decode, bound by memory
+    "heads=32/8 dims=128/128 seqs=4096:512",    // prefill
+    "heads=9/3 dims=64/64 seqs=4096:512",       // prefill, small model
+    "heads=32/8 dims=80/80 seqs=8192:1",        // other sizes of a head
+    "heads=32/8 dims=96/96 seqs=8192:1",        //
+    "heads=32/8 dims=192/192 seqs=8192:1",      //
+    "heads=32/8 dims=256/256 seqs=8192:1",      //
+    "heads=9/3 dims=64/64 seqs=8192:7",         // a few rows
+    "heads=9/3 dims=64/64 page=1 seqs=8192:1",  // pages smaller than a tile
+    "heads=32/8 dims=128/128 seqs=64*512:1",    // a batch with as many tokens as the first
 };
+// The source stays in L2, or is larger than most caches.
+constexpr const char* kAppendTable[] = {
+    "heads=32 dims=128/128 seqs=16:16",
+    "heads=32 dims=128/128 seqs=8192:8192",
+};
+
+void add_table(const std::string& only_format, std::vector<std::string>& cases) {
+  const auto add = [&](std::string_view what, const std::string& format, const char* line) {
+    if (only_format.empty() || format == only_format)
+      cases.push_back(std::string(what) + "keys=" + format + " values=" + format + " " + line);
+  };
+  const char* const formats[] = {"f16", "q8", "q6", "q4"};
+  for (const char* line : kTable) {
+    for (const char* format : formats) add("", format, line);
+    if (line == kTable[0])
+      for (const char* format : {"bf16", "f32"}) add("", format, line);
+  }
+  for (const char* line : kAppendTable)
+    for (const char* format : formats) add(kAppend, format, line);
+}
+
+int number(const std::string& option, std::string_view text) {
+  int value = 0;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || stop != text.data() + text.size() || value < 1)
+    throw std::invalid_argument(option + " " + std::string(text) + ": not a positive number");
+  return value;
+}
+
+const KernelSet& find_set(const std::string& name) {
+  for (const KernelSet& set : kernel_sets())
+    if (set.name == name && set.supported()) return set;
+  throw std::invalid_argument("--set " + name + ": not in this build or not for this CPU");
+}
 
 Options parse(int argc, char** argv) {
   Options o;
-  auto next = [&](int& i) {
-    if (i + 1 >= argc) throw std::invalid_argument(std::string(argv[i]) + " needs a value");
-    return std::string(argv[++i]);
-  };
+  std::string format;
   for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--case")
-      o.cases.push_back(next(i));
-    else if (word == "--set")
-      o.set = next(i);
-    else if (word == "--format")
-      o.format = next(i);
-    else if (word == "--threads")
-      o.threads = std::stoi(next(i));
-    else if (word == "--runs")
-      o.runs = std::stoi(next(i));
-    else if (word == "--no-check")
+    const std::string option = argv[i];
+    const auto value = [&] {
+      if (i + 1 >= argc) throw std::invalid_argument(option + " needs a value");
+      return std::string(argv[++i]);
+    };
+    if (option == "--case")
+      o.cases.push_back(value());
+    else if (option == "--set")
+      o.set = find_set(value()).name;
+    else if (option == "--format")
+      format = page_format_name(parse_page_format(value()));
+    else if (option == "--threads") {
+      o.threads.clear();
+      std::istringstream list(value());
+      for (std::string one; std::getline(list, one, ',');) o.threads.push_back(number(option, one));
+    } else if (option == "--runs")
+      o.runs = number(option, value());
+    else if (option == "--no-check")
       o.check = false;
+    else if (option == "--no-peaks")
+      o.peaks = false;
+    else if (option == "--list")
+      o.list = true;
     else
-      throw std::invalid_argument("unknown option " + word);
+      throw std::invalid_argument(option + ": unknown\n" + kUsage);
   }
-  if (!o.cases.empty()) return o;
-  std::vector<std::string> formats = {"f16", "q8", "q6", "q4"};
-  if (!o.format.empty()) formats = {std::string(page_format_name(parse_page_format(o.format)))};
-  for (const std::string& format : formats)
-    for (const char* line : kTable)
-      o.cases.push_back("keys=" + format + " values=" + format + " " + line);
+  if (o.cases.empty()) add_table(format, o.cases);
   return o;
 }
 
-// The first and last row of each sequence, alone, by the reference. Needs a causal case without mask.
-void check(AttentionProblem& problem, const AttentionArgs& args) {
+std::vector<const KernelSet*> sets_to_run(const Options& o) {
+  if (!o.set.empty()) return {&find_set(o.set)};
+  std::vector<const KernelSet*> sets;
+  for (const KernelSet& set : kernel_sets().first(kernel_sets().size() - 1))
+    if (set.supported()) sets.push_back(&set);
+  return sets;
+}
+
+void print(const ordered_json& line) { std::cout << line.dump() << std::endl; }
+
+void print_peaks(MachinePeaks& peaks, const std::vector<const KernelSet*>& sets, int threads) {
+  ordered_json fma = ordered_json::object();
+  for (const KernelSet* set : sets) fma[set->name] = peaks.fma_gflop_s(*set, threads);
+  print({{"cpu", apps::cpu_name()},
+         {"cores", std::thread::hardware_concurrency()},
+         {"compiler", __VERSION__},
+         {"threads", threads},
+         {"contiguous_read_gb_s", peaks.contiguous_gb_s(threads)},
+         {"fma_gflop_s", fma}});
+}
+
+ordered_json times(const Options& o, const std::string& words, const KernelSet& set, int threads,
+                   const CallTimes& t) {
+  const auto [low, high] = std::minmax_element(t.ms.begin(), t.ms.end());
+  ordered_json line{{"case", words},      {"kernel_set", set.name},
+                    {"threads", threads}, {"ms", apps::median(t.ms)},
+                    {"ms_min", *low},     {"ms_max", *high}};
+  if (threads == 1) line["cpu_ms"] = apps::median(t.cpu_ms);
+  line["checked"] = o.check;
+  return line;
+}
+
+// What reading K and V once would take.
+double read_ms(const AttentionProblem& problem, MachinePeaks& peaks) {
   const AttentionCase& c = problem.spec();
-  ThreadPool one(1);
-  for (int s = 0; s < args.num_seqs; ++s)
-    for (int row : {args.query_start[s], args.query_start[s + 1] - 1}) {
-      const int32_t query_start[] = {0, 1};
-      const int32_t seq_len = args.seq_lens[s] - (args.query_start[s + 1] - row) + 1;
-      const int64_t floats = int64_t{c.num_q_heads} * c.value_dim;
-      std::vector<float> out(floats);
-      AttentionArgs alone = args;
-      alone.queries += int64_t{row} * c.num_q_heads * c.key_dim;
-      alone.out = out.data();
-      alone.num_seqs = 1;
-      alone.query_start = query_start;
-      alone.seq_lens = &seq_len;
-      alone.block_table += s * args.block_table_stride;
-      AttentionPlan plan;
-      plan.prepare(alone, 1);
-      reference_set().attend(alone, plan.impl(), one);
-      if (std::memcmp(out.data(), args.out + row * floats, floats * sizeof(float)) != 0)
-        throw std::runtime_error("row " + std::to_string(row) + " differs from the reference");
-    }
+  const double rows = static_cast<double>(c.tokens_held()) * c.heads.kv;
+  const auto ms = [&](PageFormat format, int dim) {
+    const int64_t row = row_bytes(format, dim);
+    const double bytes = rows * static_cast<double>(row + 4 * has_scales(format));
+    return 1e-6 * bytes /
+           peaks.shuffled_gb_s(row * c.heads.kv * c.page_size, problem.num_threads());
+  };
+  return ms(c.key_format, c.key_dim) + ms(c.value_format, c.value_dim);
 }
 
-// Of the calling thread: with one thread, a time that other programs disturb less.
-double thread_cpu_ms() {
-  timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return 1e3 * static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_nsec);
-}
-
-std::string cpu_name() {
-  std::ifstream in("/proc/cpuinfo");
-  for (std::string line; std::getline(in, line);)
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  return "unknown";
-}
-
-double visible_tokens(const AttentionCase& c) {  // summed over rows
-  double sum = 0;
-  for (const Sequence& s : c.sequences)
-    for (int i = 0; i < s.query_len; ++i) {
-      const int all = c.causal ? s.seq_len - s.query_len + i + 1 : s.seq_len;
-      sum += c.window ? std::min(c.window, all) : all;
-    }
-  return sum;
-}
-
-void time_case(const Options& o, const std::string& text, AttentionProblem& problem,
-               const KernelSet& set) {
+void run_attention(const Options& o, const std::string& words, MachinePeaks* peaks) {
+  AttentionProblem problem(AttentionCase::parse(words), o.threads[0]);
   const AttentionCase& c = problem.spec();
-  ThreadPool pool(o.threads);
-  std::vector<float> out(int64_t{c.num_tokens()} * c.num_q_heads * c.value_dim);
-  AttentionArgs args = problem.args();
-  args.out = out.data();
-  AttentionPlan plan;
-  plan.prepare(args, o.threads);
-  set.attend(args, plan.impl(), pool);
-  if (o.check) check(problem, args);
-  std::vector<double> ms, cpu_ms;
-  for (int i = 0; i < o.runs + 1; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    const double cpu_start = thread_cpu_ms();
-    set.attend(args, plan.impl(), pool);
-    if (i == 0) continue;
-    cpu_ms.push_back(thread_cpu_ms() - cpu_start);
-    ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
-                     .count());
+  for (const int threads : o.threads) {
+    problem.use_threads(threads);
+    for (const KernelSet* set : sets_to_run(o)) {
+      if (o.check) problem.check(*set);
+      const CallTimes t = problem.time(*set, o.runs);
+      const double ms = apps::median(t.ms);
+      ordered_json line = times(o, words, *set, threads, t);
+      line["gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / ms;
+      line["gflop_s"] = 1e-6 * c.flops() / ms;
+      if (peaks) {
+        const double taken_ms = threads == 1 ? apps::median(t.cpu_ms) : ms;
+        const double reading_ms = read_ms(problem, *peaks);
+        line["read_gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / reading_ms;
+        line["share_of_bandwidth"] = reading_ms / taken_ms;
+        if (const double fma = peaks->fma_gflop_s(*set, threads); fma > 0)
+          line["share_of_fma_peak"] = 1e-6 * c.flops() / taken_ms / fma;
+      }
+      line["kv_tokens_per_s"] = 1e3 * static_cast<double>(c.tokens_held()) / ms;
+      line["visible_tokens"] = c.visible_tokens();
+      line["samples_ms"] = t.ms;
+      print(line);
+    }
   }
-  std::sort(ms.begin(), ms.end());
-  std::sort(cpu_ms.begin(), cpu_ms.end());
-  const double median = ms[ms.size() / 2],
-               flop = 2.0 * (c.key_dim + c.value_dim) * c.num_q_heads * visible_tokens(c);
-  double tokens = 0;
-  for (const Sequence& s : c.sequences) tokens += s.seq_len;
-  const double bytes =
-      tokens * c.num_kv_heads *
-      (row_bytes(c.key_format, c.key_dim) + row_bytes(c.value_format, c.value_dim) +
-       4 * has_scales(c.key_format) + 4 * has_scales(c.value_format));
-  std::printf(
-      "{\"set\": \"%s\", \"threads\": %d, \"case\": \"%s\", \"ms\": %.4f, \"ms_min\": %.4f, "
-      "\"ms_max\": %.4f, \"cpu_ms\": %.4f, "
-      "\"gflops\": %.1f, \"gb_per_s\": %.2f, \"runs\": %d, \"checked\": %s, \"compiler\": "
-      "\"%s\", \"cpu\": \"%s\"}\n",
-      set.name, o.threads, text.c_str(), median, ms.front(), ms.back(), cpu_ms[cpu_ms.size() / 2],
-      flop / median / 1e6, bytes / median / 1e6, o.runs, o.check ? "true" : "false", __VERSION__,
-      cpu_name().c_str());
-  std::fflush(stdout);
+}
+
+void run_append(const Options& o, const std::string& words) {
+  AppendProblem problem(AttentionCase::parse(words.substr(kAppend.size())));
+  for (const int threads : o.threads) {
+    ThreadPool pool(threads);
+    for (const KernelSet* set : sets_to_run(o)) {
+      if (o.check) problem.check(*set, pool);
+      const CallTimes t = problem.time(*set, pool, o.runs);
+      const double ns = 1e6 * apps::median(t.ms);
+      ordered_json line = times(o, words, *set, threads, t);
+      line["ns_per_row"] = ns / static_cast<double>(problem.rows());
+      line["source_bytes"] = problem.source_bytes();
+      line["source_gb_s"] = static_cast<double>(problem.source_bytes()) / ns;
+      line["stored_gb_s"] = static_cast<double>(problem.stored_bytes()) / ns;
+      line["samples_ms"] = t.ms;
+      print(line);
+    }
+  }
+}
+
+void run(const Options& o) {
+  if (o.list) {
+    for (const std::string& words : o.cases) std::puts(words.c_str());
+    return;
+  }
+  std::unique_ptr<MachinePeaks> peaks;
+  if (o.peaks) {
+    peaks = std::make_unique<MachinePeaks>();
+    for (const int threads : o.threads) print_peaks(*peaks, sets_to_run(o), threads);
+  }
+  for (const std::string& words : o.cases)
+    if (words.starts_with(kAppend))
+      run_append(o, words);
+    else
+      run_attention(o, words, peaks.get());
 }
 
 }  // namespace
 
 int main(int argc, char** argv) try {
-  const Options o = parse(argc, argv);
-  for (const std::string& text : o.cases) {
-    AttentionProblem problem(AttentionCase::parse(text));
-    for (const KernelSet* set : supported_sets())
-      if (o.set.empty() ? set != &reference_set() : o.set == set->name)
-        time_case(o, text, problem, *set);
-  }
+  run(parse(argc, argv));
 } catch (const std::exception& error) {
   std::fprintf(stderr, "attention_bench: %s\n", error.what());
   return 1;

@@ -12,28 +12,13 @@ command, the machine and every sample. Run it on a machine with nothing else to 
 import argparse
 import json
 import pathlib
-import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def output(command):
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout
-
-
-def cpu():
-    for line in open("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from compare import ROOT, alternate, append_record, median_ratio, output, peers  # noqa: E402
 
 
 def parse_test(text):
@@ -57,14 +42,10 @@ def speed(args, peer):
         types = {"f16": "f16", "f32": "f32", "q8": "q8_0", "bf16": "bf16", "q4": "q4_0"}
         ours = [args.pagedkv, "bench", *common, "--exact", args.exact, "--kv-cache-dtype", args.kv]
         theirs = [peer / "llama-bench", *common, "-fa", "1", "-ctk", types[args.kv], "-ctv", types[args.kv]]
-        pairs = []
-        for i in range(args.pairs):
-            first, second = (ours, theirs) if i % 2 == 0 else (theirs, ours)
-            a, b = rate(first), rate(second)
-            pairs.append((a, b) if i % 2 == 0 else (b, a))
+        pairs = alternate(args.pairs, lambda: rate(ours), lambda: rate(theirs))
         row = {"test": test, "kv": args.kv, "exact": args.exact, "threads": args.threads,
                "ours_ts": statistics.median(p[0] for p in pairs), "theirs_ts": statistics.median(p[1] for p in pairs),
-               "ratio": statistics.median(p[0] / p[1] for p in pairs), "pairs": pairs}
+               "ratio": median_ratio(pairs), "pairs": pairs}
         results.append(row)
         print(f"{test:14} {args.kv:4} exact {args.exact:4}  ours {row['ours_ts']:8.2f}  theirs {row['theirs_ts']:8.2f}  "
               f"ratio {row['ratio']:.3f}", flush=True)
@@ -75,17 +56,13 @@ def start(args, peer):
     prompt = "Write one sentence about the sea."
     ours = [args.pagedkv, "run", "-m", args.model, "-t", str(args.threads), "-n", "1", "--exact", args.exact, prompt]
     theirs = [peer / "llama-completion", "-m", args.model, "-t", str(args.threads), "-n", "1", "-p", prompt, "-no-cnv", "--temp", "0"]
-    pairs = []
-    for i in range(args.pairs + 1):
-        times = []
-        for command in (ours, theirs):
-            begin = time.monotonic()
-            output(command)
-            times.append(time.monotonic() - begin)
-        if i > 0:  # the first warms the file
-            pairs.append(times)
+    def seconds(command):
+        begin = time.monotonic()
+        output(command)
+        return time.monotonic() - begin
+    pairs = alternate(args.pairs + 1, lambda: seconds(ours), lambda: seconds(theirs))[1:]  # the first warms the file
     row = {"test": "start to first token", "ours_s": statistics.median(p[0] for p in pairs),
-           "theirs_s": statistics.median(p[1] for p in pairs), "ratio": statistics.median(p[0] / p[1] for p in pairs), "pairs": pairs}
+           "theirs_s": statistics.median(p[1] for p in pairs), "ratio": median_ratio(pairs), "pairs": pairs}
     print(f"start  ours {row['ours_s'] * 1e3:.0f} ms  theirs {row['theirs_s'] * 1e3:.0f} ms  ratio {row['ratio']:.3f}")
     return [row]
 
@@ -105,13 +82,10 @@ def main():
     parser.add_argument("--out", help="append the result to this JSON-lines file")
     args = parser.parse_args()
     args.test = args.test or ["pp512", "tg64"]
-    peer = pathlib.Path(output([ROOT / "bench/peers/build.sh", args.peers]).strip().splitlines()[-1])
+    peer = peers(args.peers)
     results = speed(args, peer) if args.what == "speed" else start(args, peer)
     if args.out:
-        record = {"command": " ".join(["bench/model/vs_llama_bench.py", *(pathlib.Path(a).name if "/" in a else a for a in sys.argv[1:])]),
-                  "machine": cpu(), "model": pathlib.Path(args.model).name, "peers": args.peers, "date": time.strftime("%Y-%m-%d"), "results": results}
-        with open(args.out, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        append_record(args.out, "bench/model/vs_llama_bench.py", results, model=pathlib.Path(args.model).name, peers=args.peers)
 
 
 if __name__ == "__main__":

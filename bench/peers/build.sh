@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds llama.cpp's own programs from the sources that pagedkv's libraries come from, to measure against:
-# llama-bench, llama-completion, llama-quantize. Prints the folder they are in; all else goes to stderr.
+# llama-bench, llama-completion, llama-quantize; and with the same libraries ggml_attention, ours. Prints the folder they
+# are in; all else goes to stderr.
 #   bench/peers/build.sh [default|ours]
 # default: llama.cpp's default flags (shared libraries, OpenMP); ours: the flags of pagedkv's copy (static, ggml's own
 # threads). Each is built once into the cache folder.
@@ -36,5 +37,16 @@ if [ ! -e "$folder/complete" ]; then
     cmake --build "$folder" --target llama-bench llama-completion llama-quantize
   } >&2
   touch "$folder/complete"
+fi
+
+# Ours, built again when its sources change.
+sources=("$root"/bench/peers/ggml_attention.cpp "$root"/src/{apps/attention_case,base/page_format,base/quant_words}.cpp)
+stamp=$(cat "${sources[@]}" "$root/src/apps/attention_case.h" | sha256sum)
+if [ "$(cat "$folder/ggml_attention.stamp" 2>/dev/null)" != "$stamp" ]; then
+  mapfile -t libraries < <(find "$folder/bin" "$folder/ggml/src" -maxdepth 1 -regextype egrep \
+    -regex '.*/libggml(-base|-cpu)?\.(so|a)')
+  c++ -std=c++20 -O2 -I"$root/include" -I"$root/src" -isystem "$source/ggml/include" "${sources[@]}" \
+    -o "$folder/bin/ggml_attention" -Wl,--start-group "${libraries[@]}" -Wl,--end-group -Wl,-rpath,'$ORIGIN' -pthread -ldl >&2
+  echo "$stamp" > "$folder/ggml_attention.stamp"
 fi
 echo "$folder/bin"

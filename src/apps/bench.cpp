@@ -6,13 +6,13 @@
 #include <cmath>
 #include <cstdio>
 #include <ctime>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <random>
 
 #include "apps/bench_attention.h"
 #include "apps/cli.h"
+#include "apps/cpu_name.h"
 #include "engine/text_stream.h"
 #include "pagedkv/kernels/kernel_set.h"
 
@@ -86,13 +86,6 @@ double deviation(const std::vector<double>& x) {
   double sum = 0;
   for (double v : x) sum += (v - mean(x)) * (v - mean(x));
   return std::sqrt(sum / static_cast<double>(x.size() - 1));
-}
-
-std::string cpu_name() {
-  std::ifstream in("/proc/cpuinfo");
-  for (std::string line; std::getline(in, line);)
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  return "unknown";
 }
 
 std::string test_time() {

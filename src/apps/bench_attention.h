@@ -8,6 +8,7 @@
 
 namespace pagedkv::apps {
 
+// As the flags have it.
 struct AttentionBench {
   std::string heads = "32/8";  // query heads / kv heads
   int head_dim = 128;

@@ -1,0 +1,188 @@
+#include "apps/attention_problem.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <ctime>
+#include <limits>
+#include <stdexcept>
+
+extern "C" [[gnu::noinline]] void pagedkv_timed_call(
+    const pagedkv::FunctionRef<void()>& call) noexcept {
+  call();
+  asm volatile("");  // not a tail call, which callgrind could not tell from a return
+}
+
+namespace pagedkv::apps {
+namespace {
+
+double thread_cpu_ms() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return 1e3 * static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_nsec);
+}
+
+int32_t as_int32(int64_t count, const char* what) {
+  if (count > INT32_MAX)
+    throw std::invalid_argument(std::to_string(count) + ' ' + what + ": must be at most " +
+                                std::to_string(INT32_MAX));
+  return static_cast<int32_t>(count);
+}
+
+}  // namespace
+
+CallTimes time_calls(int runs, FunctionRef<void()> call) {
+  using Clock = std::chrono::steady_clock;
+  CallTimes times;
+  call();
+  for (int i = 0; i < runs; ++i) {
+    const auto start = Clock::now();
+    const double cpu_start = thread_cpu_ms();
+    pagedkv_timed_call(call);
+    times.cpu_ms.push_back(thread_cpu_ms() - cpu_start);
+    times.ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+  }
+  return times;
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+void fill(std::vector<float>& x, uint32_t seed) {
+  for (float& f : x)
+    f = static_cast<float>((seed = seed * 1664525u + 1013904223u) >> 8) / 8388608.0f - 1.0f;
+}
+
+PagePoolOptions pool_options(const AttentionCase& c) {
+  int64_t pages = 0;
+  for (const SequenceLength& s : c.sequences)
+    pages += (int64_t{s.seq_len} + c.page_size - 1) / c.page_size;
+  PagePoolOptions p;
+  p.groups = {{0, {{c.heads.kv, c.key_dim, c.value_dim, c.key_format, c.value_format}}}};
+  p.page_size = c.page_size;
+  p.num_pages = as_int32(pages, "pages");
+  p.dynamic = false;
+  p.shuffle_seed = 1;
+  return p;
+}
+
+AttentionProblem::AttentionProblem(const AttentionCase& c, int num_threads)
+    : case_(c), pool_(pool_options(c)), threads_(std::make_unique<ThreadPool>(num_threads)) {
+  const int64_t rows = as_int32(c.num_queries(), "queries in a call");
+  int64_t stride = 0;
+  for (const SequenceLength& s : c.sequences) {
+    append(static_cast<int>(tables_.size()));
+    query_start_.push_back(query_start_.back() + s.query_len);
+    seq_lens_.push_back(s.seq_len);
+    stride = std::max(stride, static_cast<int64_t>(tables_.back().pages(0).size()));
+  }
+  block_table_.resize(tables_.size() * stride);
+  for (size_t s = 0; s < tables_.size(); ++s)
+    std::ranges::copy(tables_[s].pages(0), block_table_.begin() + s * stride);
+  queries_.resize(rows * c.heads.query * c.key_dim);
+  out_.resize(rows * c.heads.query * c.value_dim);
+  fill(queries_, 7);
+  if (c.sinks) {
+    sinks_.resize(c.heads.query);
+    fill(sinks_, 8);
+  }
+  args_.queries = queries_.data();
+  args_.out = out_.data();
+  args_.pages = pool_.layer_pages(0);
+  args_.num_q_heads = c.heads.query;
+  args_.num_seqs = static_cast<int>(tables_.size());
+  args_.query_start = query_start_.data();
+  args_.seq_lens = seq_lens_.data();
+  args_.block_table = block_table_.data();
+  args_.block_table_stride = stride;
+  args_.scale = 1.0f / std::sqrt(static_cast<float>(c.key_dim));
+  args_.sliding_window = c.window;
+  args_.logit_softcap = c.softcap;
+  args_.sinks = c.sinks ? sinks_.data() : nullptr;
+  plan_.prepare(args_, num_threads);
+}
+
+void AttentionProblem::append(int sequence) {
+  constexpr int kRun = 256;
+  BlockTable& table = tables_.emplace_back(pool_);
+  const int length = case_.sequences[sequence].seq_len;
+  std::vector<float> keys(static_cast<size_t>(kRun) * case_.heads.kv * case_.key_dim);
+  std::vector<float> values(static_cast<size_t>(kRun) * case_.heads.kv * case_.value_dim);
+  std::vector<int64_t> slots;
+  for (int first = 0; first < length; first += kRun) {
+    // Other tokens in each run and sequence, so that a page read in another's place is noticed.
+    const uint32_t seed = 2 * (static_cast<uint32_t>(length) * sequence + first);
+    fill(keys, seed);
+    fill(values, seed + 1);
+    const int count = std::min(kRun, length - first);
+    table.append(count);
+    slots.resize(count);
+    table.slot_mapping(0, first, slots);
+    StoreArgs args;
+    args.keys = keys.data();
+    args.values = values.data();
+    args.pages = pool_.layer_pages(0);
+    args.slot_mapping = slots.data();
+    args.num_tokens = count;
+    if (!store(args, *threads_)) throw std::logic_error("a finite row was not stored");
+  }
+}
+
+void AttentionProblem::use_threads(int num_threads) {
+  if (num_threads == this->num_threads()) return;
+  threads_ = std::make_unique<ThreadPool>(num_threads);
+  plan_.prepare(args_, num_threads);
+}
+
+void AttentionProblem::attend(const KernelSet& set) noexcept {
+  set.attend(args_, plan_.impl(), *threads_);
+}
+
+void AttentionProblem::check(const KernelSet& set) {
+  std::ranges::fill(out_, std::numeric_limits<float>::quiet_NaN());
+  attend(set);
+  const int64_t row_floats = int64_t{case_.heads.query} * case_.value_dim;
+  for (int s = 0; s < args_.num_seqs; ++s)
+    for (const bool last : {false, true}) {
+      const int row = last ? query_start_[s + 1] - 1 : query_start_[s];
+      const size_t at = 2 * static_cast<size_t>(s) + last;
+      if (at == expected_.size())
+        expected_.push_back(last && row == query_start_[s] ? expected_.back()
+                                                           : reference_row(s, row));
+      if (std::memcmp(expected_[at].data(), out_.data() + row * row_floats,
+                      row_floats * sizeof(float)) != 0)
+        throw std::runtime_error("row " + std::to_string(row) + " of kernel set " + set.name +
+                                 " differs from the reference");
+    }
+}
+
+CallTimes AttentionProblem::time(const KernelSet& set, int runs) {
+  return time_calls(runs, [&] { attend(set); });
+}
+
+int64_t AttentionProblem::bytes() const { return case_.tokens_held() * pool_.bytes_per_token(); }
+
+// The row alone.
+std::vector<float> AttentionProblem::reference_row(int sequence, int row) const {
+  const int32_t query_start[] = {0, 1};
+  const int32_t seq_len = seq_lens_[sequence] - (query_start_[sequence + 1] - row) + 1;
+  std::vector<float> out(int64_t{case_.heads.query} * case_.value_dim);
+  AttentionArgs alone = args_;
+  alone.queries += int64_t{row} * case_.heads.query * case_.key_dim;
+  alone.out = out.data();
+  alone.num_seqs = 1;
+  alone.query_start = query_start;
+  alone.seq_lens = &seq_len;
+  alone.block_table += sequence * args_.block_table_stride;
+  AttentionPlan plan;
+  ThreadPool one(1);
+  plan.prepare(alone, 1);
+  kernel_sets().back().attend(alone, plan.impl(), one);
+  return out;
+}
+
+}  // namespace pagedkv::apps
