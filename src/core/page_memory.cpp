@@ -54,6 +54,7 @@ PageMemory::PageMemory(int64_t page_bytes, int64_t max_pages) : page_bytes_(page
     throw MemoryError("address space for " + std::to_string(max_pages) + " pages (" +
                       std::to_string(reserved_) + " bytes) was refused: " + std::strerror(errno));
   data_ = static_cast<std::byte*>(space);
+  madvise(data_, static_cast<size_t>(reserved_), MADV_HUGEPAGE);  // where the kernel has them
   static const std::vector<int> nodes = memory_nodes();
   interleave(data_, static_cast<size_t>(reserved_), nodes);
 }

@@ -10,10 +10,9 @@
 // that an array costs two mappings however often it grows (vm.max_map_count is 65,530 by default).
 // One OS page without access always follows, so that a stray write past an array faults.
 //
-// Huge pages are left to the system's setting; where it gives them unasked (transparent_hugepage =
-// always) memory up to the boundary may be resident. Tried and lost: MADV_HUGEPAGE on the
-// reservation fills 1.4 GiB in 0.3 s instead of 0.7 s when the host has that memory warm, and in 3
-// to 5 s when it has not (2-core VM, Linux 6.18).
+// Huge pages are asked for: attention reads 4 % faster from them in decode, 10 % in prefill. The kernel
+// gives them where one fits between the array's start and the boundary, up to which memory may then be
+// resident.
 //
 // Not thread-safe.
 #pragma once
