@@ -22,7 +22,7 @@ from compare import ROOT, alternate, append_record, median_ratio, output, peers 
 CASES = [(f"keys={f} values={f} {words}", threads)
          for words, threads in [("heads=32/8 dims=128/128 seqs=32768:1", 1),
                                 ("heads=9/3 dims=64/64 seqs=8192:1", 1),
-                                ("heads=32/8 dims=128/128 seqs=4096:512", 2)]
+                                ("heads=32/8 dims=128/128 seqs=4096:512", 2), ("heads=9/3 dims=64/64 seqs=4096:512", 2)]
          for f in ("f16", "q8", "q4")]
 
 

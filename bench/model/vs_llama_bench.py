@@ -13,6 +13,7 @@ import argparse
 import json
 import pathlib
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ def speed(args, peer):
         common = ["-m", args.model, "-t", str(args.threads), "-r", str(args.repetitions), "-o", "json", *flags]
         types = {"f16": "f16", "f32": "f32", "q8": "q8_0", "bf16": "bf16", "q4": "q4_0"}
         ours = [args.pagedkv, "bench", *common, "--exact", args.exact, "--kv-cache-dtype", args.kv]
-        theirs = [peer / "llama-bench", *common, "-fa", "1", "-ctk", types[args.kv], "-ctv", types[args.kv]]
+        theirs = [peer / "llama-bench", *common, "-fa", "1", "-ctk", types[args.kv], "-ctv", types[args.kv], *args.peer_args]
         pairs = alternate(args.pairs, lambda: rate(ours), lambda: rate(theirs))
         row = {"test": test, "kv": args.kv, "exact": args.exact, "threads": args.threads,
                "ours_ts": statistics.median(p[0] for p in pairs), "theirs_ts": statistics.median(p[1] for p in pairs),
@@ -55,7 +56,7 @@ def speed(args, peer):
 def start(args, peer):
     prompt = "Write one sentence about the sea."
     ours = [args.pagedkv, "run", "-m", args.model, "-t", str(args.threads), "-n", "1", "--exact", args.exact, prompt]
-    theirs = [peer / "llama-completion", "-m", args.model, "-t", str(args.threads), "-n", "1", "-p", prompt, "-no-cnv", "--temp", "0"]
+    theirs = [peer / "llama-completion", "-m", args.model, "-t", str(args.threads), "-n", "1", "-p", prompt, "-no-cnv", "--temp", "0", *args.peer_args]
     def seconds(command):
         begin = time.monotonic()
         output(command)
@@ -78,6 +79,8 @@ def main():
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peers", default="default", choices=["default", "ours"], help="llama.cpp's flags, or ours")
+    parser.add_argument("--peer-args", type=shlex.split, default=[], metavar="ARGS",
+                        help="more arguments for llama.cpp's program: '--repack 0' where its AMX code is an illegal instruction")
     parser.add_argument("--pagedkv", default=ROOT / "build/release/apps/pagedkv")
     parser.add_argument("--out", help="append the result to this JSON-lines file")
     args = parser.parse_args()
