@@ -26,6 +26,8 @@ int64_t os_page() noexcept {
   return bytes;
 }
 
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+
 int64_t round_up(int64_t bytes, int64_t step) noexcept { return (bytes + step - 1) / step * step; }
 
 // Makes the kernel supply [begin, begin + bytes), which must be new: on kernels without
@@ -75,7 +77,14 @@ int64_t PageMemory::touched_bytes(int64_t num_pages) const noexcept {
 }
 
 int64_t PageMemory::boundary_bytes(int64_t num_pages) const noexcept {
-  return std::min(round_up(touched_bytes(num_pages), kBoundaryStep), reserved_ - os_page());
+  const int64_t touched = touched_bytes(num_pages);
+  const int64_t boundary = round_up(touched, kBoundaryStep);
+  // A huge page that ended between them would be backed as a whole.
+  const auto huge_page = [&](int64_t at) {
+    return reinterpret_cast<uintptr_t>(data_ + at) / kHugePage;
+  };
+  if (huge_page(touched) != huge_page(boundary)) return touched;
+  return std::min(boundary, reserved_ - os_page());
 }
 
 int PageMemory::try_open(int64_t num_pages) noexcept {

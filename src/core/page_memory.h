@@ -11,8 +11,8 @@
 // One OS page without access always follows, so that a stray write past an array faults.
 //
 // Huge pages are asked for: attention reads 4 % faster from them in decode, 10 % in prefill. The kernel
-// gives them where one fits between the array's start and the boundary, up to which memory may then be
-// resident.
+// gives them where they fit below the boundary, which therefore never lies behind one that the touched
+// bytes do not fill.
 //
 // Not thread-safe.
 #pragma once

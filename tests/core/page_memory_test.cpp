@@ -23,6 +23,17 @@ TEST(PageMemory, ReservesWithoutHolding) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data()) % 64, 0u);
 }
 
+TEST(PageMemory, HugePagesBackNothingThatIsNotCommitted) {
+  for (const int64_t kib : {1900, 2000, 2048, 2100, 4000, 4090, 6143}) {
+    PageMemory memory(1024, 10000);
+    ASSERT_EQ(memory.try_commit(kib), 0);
+    EXPECT_EQ(memory.resident_bytes(), in_os_pages(kib * 1024 + PageMemory::kSlackBytes)) << kib;
+    ASSERT_EQ(memory.try_commit(kib + 3000), 0);
+    EXPECT_EQ(memory.resident_bytes(), in_os_pages((kib + 3000) * 1024 + PageMemory::kSlackBytes))
+        << kib;
+  }
+}
+
 TEST(PageMemory, HoldsTheCommittedPagesAndTheirSlackAlone) {
   PageMemory memory(6000, 300);  // below 2 MiB: no huge page fits, whatever the system's setting
   for (int64_t pages : {1, 2, 3, 50, 51, 299, 300}) {
