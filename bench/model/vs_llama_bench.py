@@ -23,33 +23,39 @@ from compare import ROOT, alternate, append_record, median_ratio, output, peers 
 
 
 def parse_test(text):
+    """(prompt tokens, generated tokens, depth)"""
     m = re.fullmatch(r"(pp|tg)(\d+)(?:@(\d+))?", text)
     if not m:
         sys.exit(f"test {text!r}: write pp512, tg64 or tg32@7168")
-    prompt, gen = (m[2], "0") if m[1] == "pp" else ("0", m[2])
-    return ["-p", prompt, "-n", gen, "-d", m[3] or "0"]
+    return (int(m[2]), 0, int(m[3] or 0)) if m[1] == "pp" else (0, int(m[2]), int(m[3] or 0))
 
 
-def rate(command):
-    rows = json.loads(output(command))
-    return statistics.median(rows[0]["samples_ts"])
+def rates(command):
+    """Tokens per second by (prompt tokens, generated tokens)."""
+    return {(row["n_prompt"], row["n_gen"]): statistics.median(row["samples_ts"]) for row in json.loads(output(command))}
 
 
 def speed(args, peer):
     results = []
-    for test in args.test:
-        flags = parse_test(test)
-        common = ["-m", args.model, "-t", str(args.threads), "-r", str(args.repetitions), "-o", "json", *flags]
-        types = {"f16": "f16", "f32": "f32", "q8": "q8_0", "bf16": "bf16", "q4": "q4_0"}
+    tests = [(text, parse_test(text)) for text in args.test]
+    types = {"f16": "f16", "f32": "f32", "q8": "q8_0", "bf16": "bf16", "q4": "q4_0"}
+    # One process a depth: reaching a depth takes longer than what is measured there.
+    for depth in dict.fromkeys(depth for _, (_, _, depth) in tests):
+        here = [(text, (prompt, gen)) for text, (prompt, gen, d) in tests if d == depth]
+        counts = {flag: ",".join(str(sizes[i]) for _, sizes in here if sizes[i]) or "0" for i, flag in ((0, "-p"), (1, "-n"))}
+        common = ["-m", args.model, "-t", str(args.threads), "-r", str(args.repetitions), "-o", "json", "-d", str(depth),
+                  *(word for flag, value in counts.items() for word in (flag, value))]
         ours = [args.pagedkv, "bench", *common, "--exact", args.exact, "--kv-cache-dtype", args.kv]
         theirs = [peer / "llama-bench", *common, "-fa", "1", "-ctk", types[args.kv], "-ctv", types[args.kv], *args.peer_args]
-        pairs = alternate(args.pairs, lambda: rate(ours), lambda: rate(theirs))
-        row = {"test": test, "kv": args.kv, "exact": args.exact, "threads": args.threads,
-               "ours_ts": statistics.median(p[0] for p in pairs), "theirs_ts": statistics.median(p[1] for p in pairs),
-               "ratio": median_ratio(pairs), "pairs": pairs}
-        results.append(row)
-        print(f"{test:14} {args.kv:4} exact {args.exact:4}  ours {row['ours_ts']:8.2f}  theirs {row['theirs_ts']:8.2f}  "
-              f"ratio {row['ratio']:.3f}", flush=True)
+        both = alternate(args.pairs, lambda: rates(ours), lambda: rates(theirs))
+        for text, sizes in here:
+            pairs = [(a[sizes], b[sizes]) for a, b in both]
+            row = {"test": text, "kv": args.kv, "exact": args.exact, "threads": args.threads,
+                   "ours_ts": statistics.median(p[0] for p in pairs), "theirs_ts": statistics.median(p[1] for p in pairs),
+                   "ratio": median_ratio(pairs), "pairs": pairs}
+            results.append(row)
+            print(f"{text:14} {args.kv:4} exact {args.exact:4}  ours {row['ours_ts']:8.2f}  theirs {row['theirs_ts']:8.2f}  "
+                  f"ratio {row['ratio']:.3f}", flush=True)
     return results
 
 
