@@ -34,7 +34,8 @@ void dequantize_symmetric(std::span<const std::byte> codes, std::span<const floa
                           int head_dim, int bits, std::span<float> x);
 
 // Codes as integers (-127..127, -31..31, -7..7) to their packed bytes and back; one row or many, so
-// that codes.size() * bits / 8 == packed.size(). A code outside its range is std::invalid_argument.
+// that codes.size() * bits / 8 == packed.size(). pack_codes throws std::invalid_argument for a code
+// outside its range.
 void pack_codes(std::span<const int8_t> codes, int bits, std::span<std::byte> packed);
 void unpack_codes(std::span<const std::byte> packed, int bits, std::span<int8_t> codes);
 
