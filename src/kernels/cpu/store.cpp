@@ -101,19 +101,27 @@ struct CodeWriter {
     const float s = std::max(largest / Format::kMaxCode, Format::kMinScale);
     const Vec divisor = hn::Set(kFloats, s), reciprocal = hn::Set(kFloats, 1.0f / s);
     // |x / s| rounds to at most the largest code: no clamp is needed.
-    const auto codes = [&](int e) PAGEDKV_LAMBDA {
-      return hn::NearestInt(divide(hn::LoadU(kFloats, x + e), divisor, reciprocal));
+    const auto codes = [&](const float* from) PAGEDKV_LAMBDA {
+      return hn::NearestInt(divide(hn::LoadU(kFloats, from), divisor, reciprocal));
     };
-    int e = 0;
-    for (; e + kRun <= n; e += kRun) {
-      const auto low = hn::ReorderDemote2To(kPairs, codes(e), codes(e + kNative));
+    const auto store_run = [&](const float* from, std::byte* to) PAGEDKV_LAMBDA {
+      const auto low = hn::ReorderDemote2To(kPairs, codes(from), codes(from + kNative));
       const auto high =
-          hn::ReorderDemote2To(kPairs, codes(e + 2 * kNative), codes(e + 3 * kNative));
+          hn::ReorderDemote2To(kPairs, codes(from + 2 * kNative), codes(from + 3 * kNative));
       const auto blocks = hn::BitCast(kInts, narrow(low, high));
-      store_run(hn::BitCast(kBytes, in_order(blocks)), row + e * Format::kElementBits / 8);
+      store_packed(hn::BitCast(kBytes, in_order(blocks)), to);
+    };
+    const auto bytes = [](int elements) { return elements * Format::kElementBits / 8; };
+    for (int e = 0; e + kRun <= n; e += kRun) store_run(x + e, row + bytes(e));
+    if (n < kRun) {
+      HWY_ALIGN float padded[kRun] = {};
+      HWY_ALIGN std::byte run[kRun];
+      std::memcpy(padded, x, static_cast<size_t>(n) * sizeof(float));
+      store_run(padded, run);
+      std::memcpy(row, run, static_cast<size_t>(bytes(n)));
+    } else if (n % kRun != 0) {  // some codes twice
+      store_run(x + n - kRun, row + bytes(n - kRun));
     }
-    Format::store_codes(row + e * Format::kElementBits / 8, n - e,
-                        [&](int i) { return static_cast<int>(std::nearbyint(x[e + i] / s)); });
     *scale = s;
   }
 
@@ -147,7 +155,8 @@ struct CodeWriter {
     return hn::TableLookupLanes(blocks, hn::SetTableIndices(kInts, kFrom.data()));
   }
 
-  static HWY_INLINE void store_run(hn::Vec<decltype(kBytes)> codes, std::byte* HWY_RESTRICT row) {
+  static HWY_INLINE void store_packed(hn::Vec<decltype(kBytes)> codes,
+                                      std::byte* HWY_RESTRICT row) {
     constexpr int kBits = Format::kElementBits;
     if constexpr (kBits == 8) {
       hn::StoreU(codes, kBytes, reinterpret_cast<int8_t*>(row));
