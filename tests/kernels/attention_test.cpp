@@ -46,7 +46,10 @@ TEST(Attention, CaseReadsBackWhatItPrints) {
   c.softcap = 2.5f;
   c.sinks = true;
   c.sequences.push_back({3, 1, 9});
+  c.sequences.push_back({70, 1, 5, 48, 0});
   EXPECT_EQ(AttentionCase::parse(c.text()).text(), c.text());
+  EXPECT_THROW(AttentionCase::parse("seqs=60:1:7,50:1:8:48:1"), std::invalid_argument);
+  EXPECT_THROW(AttentionCase::parse("seqs=40:1:7,50:1:8:48:0"), std::invalid_argument);
 }
 
 // ---- sets against the reference -----------------------------------------------------------------------------------
