@@ -1,5 +1,5 @@
-// Many rows (prefill), a head_dim that fills no whole register, or many query heads a kv head: one kv head's tile is decoded
-// to floats once, zero-padded, and all rows of the job use it from L1.
+// Many rows (prefill, or sequences that share pages), a head_dim that fills no whole register, or many query heads a kv head:
+// one kv head's tile is decoded to floats once, zero-padded, and all rows of the job use it from L1.
 #if defined(PAGEDKV_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PAGEDKV_TILE_INL_H_
 #undef PAGEDKV_TILE_INL_H_
