@@ -5,6 +5,10 @@
 // A job is a set of query rows of one sequence and the kv heads they share. One item does a whole job, or several items
 // share its partitions; then each leaves the partial states in memory, counts the job down when it is done, and
 // the one that comes last merges and writes the rows. It also sets the count back, so the plan serves the next layer.
+//
+// Pages that several decoding sequences hold in common are read once: a shared job has one kv head's rows of all of them
+// and the partitions they share (shared_partitions.h). It writes no rows: each of its items leaves, for every sequence,
+// the states that the sequence's own job would have computed, and counts that job down.
 #pragma once
 
 #include <atomic>
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "kernels/arithmetic.h"
+#include "kernels/shared_partitions.h"
 #include "kernels/visibility.h"
 #include "pagedkv/kernels/attention.h"
 
@@ -38,15 +43,23 @@ class FloatBuffer {
 };
 
 struct Job {
-  int32_t sequence;
-  int32_t first_query, num_queries;  // query rows, counted within the sequence
-  int32_t first_head, num_heads;     // kv heads; 1 unless direct
-  int32_t first_partition,
-      num_partitions;  // those with a token that some row may see (array mask aside)
-  bool direct;         // one query row, read straight from the pages: see cpu/attention.cpp
-  int32_t num_items;
-  int64_t
-      partials;  // first float of its states, [num_partitions, rows, state_stride]; -1: one item
+  int32_t sequence;  // whose block table is read
+  // Query rows, counted within the sequence. Of a shared job: the one row of each sequence from
+  // shared.members()[first_member] on.
+  int32_t first_query = 0, num_queries;
+  int32_t first_member = -1;
+  int32_t first_head, num_heads;  // kv heads; 1 unless direct
+  // Those with a token that some row may see (array mask aside). The first num_shared are left to shared jobs.
+  int32_t first_partition, num_partitions;
+  int32_t num_shared = 0;
+  TokenRange range;       // what any row may look at
+  bool direct = false;    // one query row, read straight from the pages: see cpu/attention.cpp
+  int32_t num_items = 1;  // that leave states for this job; of a shared job: its own items
+  // First float of those states, [num_partitions, rows, state_stride]; -1: none are kept.
+  int64_t partials = -1;
+
+  bool is_shared() const noexcept { return first_member >= 0; }
+  int32_t own_partitions() const noexcept { return num_partitions - num_shared; }
 };
 
 struct WorkItem {
@@ -80,11 +93,13 @@ struct AttentionPlan::Impl {
   std::vector<Job> jobs;
   std::vector<WorkItem> items;
   std::vector<uint32_t> items_left;  // [jobs], counted down through atomic_ref
+  SharedPartitions shared;
+  std::vector<int32_t> owners;  // [num_seqs, num_kv_heads] the jobs of sequences in shared jobs
   FloatBuffer partials;
   FloatBuffer scratch;
 
   int num_workers = 0;
-  int queries_per_kv = 0;
+  int num_kv_heads = 0, queries_per_kv = 0;
   int key_lanes = 0, value_lanes = 0;  // of a row, padded
   int max_rows = 0, max_heads = 0, max_queries = 0;
   int64_t scratch_floats = 0;  // of one worker
@@ -98,6 +113,10 @@ struct AttentionPlan::Impl {
            int64_t{partition - job.first_partition} * rows(job) * state_stride();
   }
   WorkerScratch worker_scratch(int worker) const noexcept;
+  // The job that has a kv head's rows of a sequence in a shared job.
+  int32_t owner(int sequence, int head) const noexcept {
+    return owners[int64_t{sequence} * num_kv_heads + head];
+  }
 
   // Counts a job's item as done. True for the last of them, which then sees what the others wrote.
   bool finish_item(int32_t job) noexcept {
@@ -111,8 +130,11 @@ struct AttentionPlan::Impl {
   friend class AttentionPlan;
   WorkerScratch carve(float* base, int64_t* used) const noexcept;
   void add_jobs(const AttentionArgs& args);
+  bool decodes_direct(const AttentionArgs& args) const noexcept;
   void add_sequence(const AttentionArgs& args, int sequence, int queries_per_tile);
+  void add_shared(const SharedPartitions::Run& run, int queries_per_tile);
   void add_items();
+  void find_owners(int num_seqs);
   int64_t pieces(const Job& job, int64_t target) const noexcept;
   int chunks(const Job& job, int64_t target) const noexcept;
   void split(int32_t job, int64_t target, bool heads);

@@ -66,10 +66,17 @@ std::string AttentionCase::text() const {
     << " page=" << page_size << " causal=" << causal << " window=" << window
     << " softcap=" << softcap << " sinks=" << sinks << " mask=" << mask << " bias=" << bias
     << " amplitude=" << query_amplitude << " seqs=";
-  for (size_t i = 0; i < sequences.size(); ++i)
-    o << (i ? "," : "") << sequences[i].seq_len << ':' << sequences[i].query_len << ':'
-      << sequences[i].content;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const Sequence& s = sequences[i];
+    o << (i ? "," : "") << s.seq_len << ':' << s.query_len << ':' << s.content;
+    if (s.shared) o << ':' << s.shared << ':' << s.with;
+  }
   return o.str();
+}
+
+uint64_t AttentionCase::content(int sequence, int token) const {
+  const Sequence& s = sequences[sequence];
+  return token < s.shared ? content(s.with, token) : s.content;
 }
 
 AttentionCase AttentionCase::parse(const std::string& text) {
@@ -111,6 +118,11 @@ AttentionCase AttentionCase::parse(const std::string& text) {
         Sequence s;
         std::istringstream fields(part);
         fields >> s.seq_len >> separator >> s.query_len >> separator >> s.content;
+        fields >> separator >> s.shared >> separator >> s.with;
+        const int index = static_cast<int>(c.sequences.size());
+        if (s.shared > 0 && (s.with < 0 || s.with >= index || s.shared > s.seq_len ||
+                             s.shared > c.sequences[s.with].seq_len))
+          throw std::invalid_argument("case: cannot share as in \"" + part + "\"");
         c.sequences.push_back(s);
       }
     else
@@ -135,12 +147,15 @@ PageMemory::PageMemory(size_t size, uint8_t fill) : size_(size) {
 
 PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
   const int num_seqs = static_cast<int>(c.sequences.size());
-  std::vector<int64_t> pages_of(num_seqs);
+  std::vector<int64_t> pages_of(num_seqs), shared_of(num_seqs);
   int64_t total = 3;  // pages nobody owns
   for (int s = 0; s < num_seqs; ++s) {
-    pages_of[s] = (c.sequences[s].seq_len + c.page_size - 1) / c.page_size;
+    const Sequence& sequence = c.sequences[s];
+    pages_of[s] = (sequence.seq_len + c.page_size - 1) / c.page_size;
+    shared_of[s] =
+        sequence.shared == sequence.seq_len ? pages_of[s] : sequence.shared / c.page_size;
     stride_ = std::max(stride_, pages_of[s] + 1);
-    total += pages_of[s];
+    total += pages_of[s] - shared_of[s];
   }
   std::vector<PageId> ids(total);
   std::iota(ids.begin(), ids.end(), 0);
@@ -148,13 +163,14 @@ PagedTokens::PagedTokens(const AttentionCase& c, uint8_t fill) : case_(c) {
   for (size_t i = ids.size() - 1; i > 0; --i) std::swap(ids[i], ids[splitmix64(state) % (i + 1)]);
   table_.assign(std::max<size_t>(1, num_seqs * stride_), kNoPage);
   size_t next = 0;
-  for (int s = 0; s < num_seqs; ++s) {
-    for (int64_t i = 0; i < pages_of[s]; ++i) table_[s * stride_ + i] = ids[next++];
-    if (c.window > 0) {  // pages before every row's window are gone
-      const int64_t first = c.sequences[s].seq_len - c.sequences[s].query_len + 1 - c.window;
-      for (int64_t i = 0; i < pages_of[s] && (i + 1) * c.page_size <= first; ++i)
-        table_[s * stride_ + i] = -kNoPage;
-    }
+  for (int s = 0; s < num_seqs; ++s)
+    for (int64_t i = 0; i < pages_of[s]; ++i)
+      table_[s * stride_ + i] =
+          i < shared_of[s] ? table_[c.sequences[s].with * stride_ + i] : ids[next++];
+  for (int s = 0; s < num_seqs && c.window > 0; ++s) {  // pages before every row's window are gone
+    const int64_t first = c.sequences[s].seq_len - c.sequences[s].query_len + 1 - c.window;
+    for (int64_t i = 0; i < pages_of[s] && (i + 1) * c.page_size <= first; ++i)
+      table_[s * stride_ + i] = -kNoPage;
   }
   const int64_t rows = total * c.page_size * c.num_kv_heads;
   keys_ = PageMemory(rows * row_bytes(c.key_format, c.key_dim) + 64, fill);
@@ -217,10 +233,11 @@ AttentionProblem::AttentionProblem(const AttentionCase& c, uint8_t fill)
   query_start_.push_back(0);
   for (int s = 0; s < static_cast<int>(c.sequences.size()); ++s) {
     const Sequence& sequence = c.sequences[s];
-    for (int t = 0; t < sequence.seq_len; ++t)
-      tokens_.store(
-          s, t, content_row(sequence.content, 0, t, int64_t{c.num_kv_heads} * c.key_dim).data(),
-          content_row(sequence.content, 1, t, int64_t{c.num_kv_heads} * c.value_dim).data());
+    for (int t = 0; t < sequence.seq_len; ++t) {
+      const uint64_t content = c.content(s, t);
+      tokens_.store(s, t, content_row(content, 0, t, int64_t{c.num_kv_heads} * c.key_dim).data(),
+                    content_row(content, 1, t, int64_t{c.num_kv_heads} * c.value_dim).data());
+    }
     for (int i = 0; i < sequence.query_len; ++i) {
       const int position = sequence.seq_len - sequence.query_len + i;
       for (float x : content_row(sequence.content, 2, position, int64_t{c.num_q_heads} * c.key_dim))

@@ -23,6 +23,9 @@ struct Sequence {
   int query_len = 0;
   uint64_t content =
       0;  // two sequences with the same content hold the same tokens and queries, position by position
+  // The first `shared` tokens are those of the earlier sequence `with`, and so are the pages that these fill; where
+  // they are all of the sequence's tokens, the last page too.
+  int shared = 0, with = 0;
 };
 
 struct AttentionCase {
@@ -39,10 +42,13 @@ struct AttentionCase {
   float query_amplitude = 1;
   std::vector<Sequence> sequences;
 
-  // "keys=f16 values=q8 heads=9/3 dims=64/64 page=16 … seqs=100:4,37:1", which parse() reads.
+  // "keys=f16 values=q8 heads=9/3 dims=64/64 page=16 … seqs=100:4:7,60:1:8:48:0", which parse() reads; a sequence is
+  // its seq_len, query_len, content, shared, with.
   std::string text() const;
   static AttentionCase parse(const std::string& text);
   int num_tokens() const;
+  // Whose token a sequence holds there: its own, or the one it shares.
+  uint64_t content(int sequence, int token) const;
 };
 
 // The three first draws for state 0 are e220a8397b1dcdaf, 6e789e6aa1b965f4, 06c45d188009454f.

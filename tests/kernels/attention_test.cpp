@@ -46,7 +46,10 @@ TEST(Attention, CaseReadsBackWhatItPrints) {
   c.softcap = 2.5f;
   c.sinks = true;
   c.sequences.push_back({3, 1, 9});
+  c.sequences.push_back({70, 1, 5, 48, 0});
   EXPECT_EQ(AttentionCase::parse(c.text()).text(), c.text());
+  EXPECT_THROW(AttentionCase::parse("seqs=60:1:7,50:1:8:48:1"), std::invalid_argument);
+  EXPECT_THROW(AttentionCase::parse("seqs=40:1:7,50:1:8:48:0"), std::invalid_argument);
 }
 
 // ---- sets against the reference -----------------------------------------------------------------------------------
@@ -154,14 +157,101 @@ TEST(Attention, SetsAgreeOnRandomCases) {
     c.mask = draw(4) == 0;
     c.bias = draw(4) == 0;
     c.query_amplitude = draw(4) ? 1 : 30;
-    for (int s = 0, n = draw(6); s <= n; ++s) {
-      const int seq_len = draw(4) ? draw(200) : draw(1600);
-      const int query_len = draw(2) ? 1 : draw(40);
-      c.sequences.push_back(
-          {seq_len, std::min(query_len, std::max(seq_len, 1)), splitmix64(state)});
+    const bool sharing = draw(5) == 0;
+    for (int s = 0, n = sharing ? 3 + draw(4) : draw(6); s <= n; ++s) {
+      const int seq_len = sharing ? 500 + draw(700) : draw(4) ? draw(200) : draw(1600);
+      const int query_len = draw(sharing ? 5 : 2) ? 1 : draw(40);
+      Sequence sequence{seq_len, std::min(query_len, std::max(seq_len, 1)), splitmix64(state)};
+      if (sharing && s > 0) {
+        sequence.with = draw(s);
+        sequence.shared =
+            std::min(draw(1200), std::min(seq_len, c.sequences[sequence.with].seq_len));
+      }
+      c.sequences.push_back(sequence);
     }
     expect_sets_agree(c, 1 + draw(3));
   }
+}
+
+// ---- sequences that share pages --------------------------------------------------------------------------------------
+
+// Words for `seqs=`.
+constexpr const char* kSharing[] = {
+    // The common pages end inside the third partition, inside a page, where a sequence ends.
+    "1300:1:1,1280:1:2:1200:0,1290:1:3:1100:0,1100:1:4:1100:0,1310:1:5:1030:0",
+    // A tree, its members not adjacent: seven have one partition in common, five of them two, the others as well.
+    "1090:1:1,1100:1:2:530:0,700:1:9,1110:1:3:1024:0,"
+    "1120:1:4:1060:0,1130:1:5:1050:1,1080:1:6:1040:0,1090:1:7:1030:0",
+    // Whole sequences, to the token and to the partition, and one that goes on.
+    "1024:1:1,1024:1:2:1024:0,1024:1:3:1024:0,1025:1:4:1024:0,1024:1:5:1024:0",
+    // Prefills of the same pages and of others, nothing, and less than a partition.
+    "1100:1:1,650:20:2:620:0,1100:1:3:1100:0,0:1:4,1060:1:5:1050:2,"
+    "600:3:6:590:0,1099:1:7:1095:0,1098:1:8:1096:0,300:1:9:300:0",
+};
+
+// What a row sees: nothing but the rule of causality, or a window and more.
+void add_rules(int n, AttentionCase* c) {
+  c->window = n % 3 == 1 ? 600 : n % 6 == 2 ? 2000 : 0;  // 600 begins inside what is shared
+  c->sinks = n % 4 == 1;
+  c->mask = n % 4 >= 2;
+  c->bias = n % 5 == 3;
+  c->softcap = n % 5 == 4 ? 2.0f : 0;
+  c->causal = n % 7 != 6;
+}
+
+TEST(Attention, SetsAgreeOnSharedPages) {
+  int n = 0;
+  for (PageFormat format : kFormats)
+    for (int group : {1, 3, 4, 7})
+      for (int dim : {64, 80, 128}) {
+        AttentionCase c =
+            AttentionCase::parse(std::string("seqs=") + kSharing[n % std::size(kSharing)]);
+        c.key_format = c.value_format = format;
+        c.num_kv_heads = group == 1 ? 2 : 1;
+        c.num_q_heads = group * c.num_kv_heads;
+        c.key_dim = c.value_dim = dim;
+        c.page_size = n / 3 % 3 == 0 ? 16 : n / 3 % 3 == 1 ? 48 : 1;
+        add_rules(n / 2, &c);
+        const int threads[] = {1, 2, 5};
+        expect_sets_agree(c, threads[n++ / 4 % 3]);
+      }
+}
+
+TEST(Attention, SharedPagesWorkOnAnyNumberOfThreads) {
+  for (const char* sequences : kSharing)
+    for (int window : {0, 600}) {
+      AttentionCase c =
+          AttentionCase::parse(std::string("keys=q8 values=q4 heads=9/3 seqs=") + sequences);
+      c.window = window;
+      c.sinks = true;
+      AttentionProblem problem(c);
+      ThreadPool alone(1);
+      const AttentionOutput expected = problem.run(reference_set(), alone);
+      for (int threads : {1, 2, 3, 5, 8, 40}) {
+        ThreadPool pool(threads);
+        for (const KernelSet* set : supported_sets()) {
+          if (set == &reference_set()) continue;
+          EXPECT_EQ(first_difference(problem.run(*set, pool), expected), "")
+              << set->name << ", " << threads << " threads: " << c.text();
+        }
+      }
+    }
+}
+
+// Windows of one length begin in one page or in different ones, and pages before them are gone from some tables only.
+TEST(Attention, SetsAgreeOnSharedPagesThatLeaveAWindow) {
+  int n = 0;
+  for (int page_size : {1, 16, 40, 48})
+    for (int window : {1, 500, 512, 530, 700, 1100})
+      for (PageFormat format : formats_of_case(n++)) {
+        AttentionCase c = base_case(format, 1600, 1);
+        c.page_size = page_size;
+        c.window = window;
+        c.mask = n % 2;
+        for (int lead : {0, 0, 1, 2, 3, 3, 17, 60, 200})
+          c.sequences.push_back({1600 - lead, 1, c.sequences.size() + 2, 1590 - lead, 0});
+        expect_sets_agree(c, 1 + n % 3);
+      }
 }
 
 TEST(Attention, ANaNSpoilsOnlyTheRowsThatSeeIt) {
@@ -275,6 +365,7 @@ TEST(Attention, WorkersMayEnterTogetherAndReuseAPlanForEachLayer) {
   constexpr int kWorkers = 3, kLayers = 5;
   AttentionCase c = base_case(PageFormat::kF16, 2100, 1);
   c.sequences.push_back({900, 20, 2});
+  for (uint64_t content : {3, 4, 5, 6}) c.sequences.push_back({1900, 1, content, 1800, 0});
   AttentionProblem problem(c);
   ThreadPool one(1);
   const AttentionOutput expected = problem.run(reference_set(), one);

@@ -49,7 +49,7 @@ struct AttentionArgs {
 };
 
 // The work list of a step and the scratch it needs. One plan serves every layer that has the same
-// shapes, lengths and window. Not to be shared by two calls that run at once.
+// shapes, lengths, block table and window. Not to be shared by two calls that run at once.
 class AttentionPlan {
  public:
   AttentionPlan();
@@ -57,8 +57,9 @@ class AttentionPlan {
   AttentionPlan(AttentionPlan&&) noexcept;
   AttentionPlan& operator=(AttentionPlan&&) noexcept;
 
-  // Reads shapes, lengths, window and mask of `args` (not its pointers to queries, out and pages) and
-  // prepares the work for `num_workers`. Allocates only what a larger call has not allocated before.
+  // Reads shapes, lengths, window and block table of `args` (not its pointers to queries, out and pages) and
+  // prepares the work for `num_workers`: pages that several decoding sequences share are read once for all of
+  // them. Allocates only what a larger call has not allocated before.
   // Throws std::invalid_argument when shapes disagree, naming the value and the limit.
   void prepare(const AttentionArgs& args, int num_workers);
 

@@ -17,16 +17,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace pagedkv::cpu::HWY_NAMESPACE {
 
-// What any row of a job may look at: ranges neither shrink nor move back from row to row.
-TokenRange job_range(const AttentionArgs& args, const Job& job) {
-  const int64_t seq_len = args.seq_lens[job.sequence];
-  const int64_t first = seq_len -
-                        (args.query_start[job.sequence + 1] - args.query_start[job.sequence]) +
-                        job.first_query;
-  return {visible_range(args, seq_len, first).first,
-          visible_range(args, seq_len, first + job.num_queries - 1).last};
-}
-
 void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& executor) noexcept {
   const ScoreRule rule(args.scale, args.logit_softcap);
   executor.run(static_cast<int64_t>(plan.items.size()), [&](int64_t i, int worker) {
@@ -35,7 +25,7 @@ void attend(const AttentionArgs& args, AttentionPlan::Impl& plan, Executor& exec
     const Job& job = plan.jobs[item.job];
     run_item({args, plan, job, item, plan.worker_scratch(worker), rule,
               TokenRows(args.block_table + job.sequence * args.block_table_stride,
-                        args.pages.page_size, job_range(args, job))});
+                        args.pages.page_size, job.range)});
   });
 }
 

@@ -29,9 +29,14 @@ struct Task {
 
   int group() const { return plan.queries_per_kv; }
   int num_rows() const { return plan.rows(job); }
-  bool shared() const { return job.num_items > 1; }
+  // Whether states stay in memory, for the item that comes last to merge.
+  bool in_parts() const { return job.partials >= 0; }
+  // Whose a job's query row is, and which of its rows.
+  int sequence(int query) const {
+    return job.is_shared() ? plan.shared.members()[job.first_member + query] : job.sequence;
+  }
   int64_t query_row(int query) const {
-    return args.query_start[job.sequence] + job.first_query + query;
+    return args.query_start[sequence(query)] + (job.is_shared() ? 0 : job.first_query + query);
   }
   // A row of the job is (query, head of one kv head), or for a direct job (kv head, its query head).
   int64_t output_row(int row) const {
@@ -40,9 +45,9 @@ struct Task {
     return query_row(query) * args.num_q_heads + kv_head * group() + row % group();
   }
   TokenRange range(int query) const {
-    const int64_t seq_len = args.seq_lens[job.sequence];
-    const int64_t query_len = args.query_start[job.sequence + 1] - args.query_start[job.sequence];
-    return visible_range(args, seq_len, seq_len - query_len + job.first_query + query);
+    const int s = sequence(query);
+    const int64_t after = args.query_start[s + 1] - query_row(query);  // rows from this on
+    return visible_range(args, args.seq_lens[s], args.seq_lens[s] - after);
   }
   const uint16_t* visible(int query) const { return scratch.visible + query * kTilesPerPartition; }
 };
@@ -108,16 +113,15 @@ void merge_sink(const Task& task, int row, float* total) {
   merge_row(total, sink, lanes);
 }
 
-// Writes the job's rows: from the item's own totals, or, by the last of the items that share the job, from all partials.
-void finish(const Task& task) {
+// Writes the job's rows: from the item's totals, or from the partials that all items of the job have left.
+void write_rows(const Task& task) {
   AttentionPlan::Impl& plan = task.plan;
-  if (task.shared() && !plan.finish_item(task.item.job)) return;
   const auto write = with_page_format(task.args.pages.values.format,
                                       [](auto format) { return &write_row<decltype(format)>; });
   const int lanes = plan.value_lanes, stride = plan.state_stride();
   for (int r = 0; r < task.num_rows(); ++r) {
     float* const total = task.scratch.total + int64_t{r} * stride;
-    if (task.shared()) {
+    if (task.in_parts()) {
       state_sum(total, lanes) = 0.0f;
       for (int p = 0; p < task.job.num_partitions; ++p)
         merge_row(total,
@@ -126,6 +130,21 @@ void finish(const Task& task) {
     }
     if (task.args.sinks) merge_sink(task, r, total);
     write(task, r, total);
+  }
+}
+
+// The last of the items that a job waits for writes its rows; an item of a shared job, for each sequence that has no other.
+void finish(const Task& task) {
+  AttentionPlan::Impl& plan = task.plan;
+  if (!task.job.is_shared()) {
+    if (!task.in_parts() || plan.finish_item(task.item.job)) write_rows(task);
+    return;
+  }
+  for (int q = 0; q < task.job.num_queries; ++q) {
+    const int32_t owner = plan.owner(task.sequence(q), task.job.first_head);
+    if (plan.finish_item(owner))
+      write_rows(
+          {task.args, plan, plan.jobs[owner], task.item, task.scratch, task.rule, task.tokens});
   }
 }
 
