@@ -57,7 +57,7 @@ constexpr std::string_view kAppend = "append ";
 
 struct Options {
   std::vector<std::string> cases;
-  std::string set;
+  const KernelSet* set = nullptr;  // null: all
   std::vector<int> threads{1};
   int runs = 15;
   bool check = true, peaks = true, list = false;
@@ -106,12 +106,6 @@ int number(const std::string& option, std::string_view text) {
   return value;
 }
 
-const KernelSet& find_set(const std::string& name) {
-  for (const KernelSet& set : kernel_sets())
-    if (set.name == name && set.supported()) return set;
-  throw std::invalid_argument("--set " + name + ": not in this build or not for this CPU");
-}
-
 Options parse(int argc, char** argv) {
   Options o;
   std::string format;
@@ -123,9 +117,10 @@ Options parse(int argc, char** argv) {
     };
     if (option == "--case")
       o.cases.push_back(value());
-    else if (option == "--set")
-      o.set = find_set(value()).name;
-    else if (option == "--format")
+    else if (option == "--set") {
+      select_kernels(value());  // it fills the pages, too
+      o.set = &kernels();
+    } else if (option == "--format")
       format = page_format_name(parse_page_format(value()));
     else if (option == "--threads") {
       o.threads.clear();
@@ -147,7 +142,7 @@ Options parse(int argc, char** argv) {
 }
 
 std::vector<const KernelSet*> sets_to_run(const Options& o) {
-  if (!o.set.empty()) return {&find_set(o.set)};
+  if (o.set) return {o.set};
   std::vector<const KernelSet*> sets;
   for (const KernelSet& set : kernel_sets().first(kernel_sets().size() - 1))
     if (set.supported()) sets.push_back(&set);

@@ -14,8 +14,7 @@ trap 'rm -f "$counts"' EXIT
 for words in "heads=32/8 dims=128/128 seqs=2048:1" "heads=9/3 dims=64/64 seqs=2048:1" \
   "heads=32/32 dims=128/128 seqs=1024:1" "heads=9/3 dims=64/64 seqs=512:128"; do
   for format in f16 q8 q6 q4; do
-    # PAGEDKV_KERNELS: filling the pages is not counted, but has to run under valgrind too.
-    line=$(PAGEDKV_KERNELS=avx2 valgrind --quiet --tool=callgrind --toggle-collect=pagedkv_timed_call \
+    line=$(valgrind --quiet --tool=callgrind --toggle-collect=pagedkv_timed_call \
       --callgrind-out-file="$counts" "$bench" --case "keys=$format values=$format $words" --set avx2 --runs 1 \
       --no-check --no-peaks)
     instructions=$(sed -n 's/^totals: //p' "$counts")

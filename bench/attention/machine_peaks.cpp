@@ -13,7 +13,8 @@
 #include <string_view>
 #include <vector>
 
-#include "apps/attention_problem.h"
+#include "apps/measure.h"
+#include "pagedkv/base/executor.h"
 
 namespace pagedkv::bench {
 namespace {

@@ -13,6 +13,7 @@
 #include <numeric>
 #include <vector>
 
+#include "apps/measure.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/core/paged_kv_cache.h"
 #include "pagedkv/kernels/attention.h"
@@ -21,15 +22,11 @@
 namespace {
 
 using namespace pagedkv;
+using apps::median;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 struct Shape {
@@ -49,9 +46,7 @@ PagedKVCacheOptions options(const Shape& shape, int64_t tokens) {
 
 std::vector<float> rows(int64_t count) {
   std::vector<float> x(static_cast<size_t>(count));
-  uint32_t state = 1;
-  for (float& f : x)
-    f = static_cast<float>((state = state * 1664525u + 1013904223u) >> 8) / 8388608.0f - 1.0f;
+  apps::fill(x, 1);
   return x;
 }
 

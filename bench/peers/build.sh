@@ -40,8 +40,8 @@ if [ ! -e "$folder/complete" ]; then
 fi
 
 # Ours, built again when its sources change.
-sources=("$root"/bench/peers/ggml_attention.cpp "$root"/src/{apps/attention_case,base/page_format,base/quant_words}.cpp)
-stamp=$(cat "${sources[@]}" "$root/src/apps/attention_case.h" | sha256sum)
+sources=("$root"/bench/peers/ggml_attention.cpp "$root"/src/{apps/attention_case,apps/measure,base/page_format,base/quant_words}.cpp)
+stamp=$(cat "${sources[@]}" "$root"/src/apps/{attention_case,measure}.h | sha256sum)
 if [ "$(cat "$folder/ggml_attention.stamp" 2>/dev/null)" != "$stamp" ]; then
   mapfile -t libraries < <(find "$folder/bin" "$folder/ggml/src" -maxdepth 1 -regextype egrep \
     -regex '.*/libggml(-base|-cpu)?\.(so|a)')

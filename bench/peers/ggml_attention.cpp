@@ -6,11 +6,9 @@
 #include <ggml.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -19,11 +17,15 @@
 #include <vector>
 
 #include "apps/attention_case.h"
+#include "apps/measure.h"
 
 namespace {
 
 using pagedkv::PageFormat;
 using pagedkv::apps::AttentionCase;
+using pagedkv::apps::CallTimes;
+using pagedkv::apps::median;
+using pagedkv::apps::time_calls;
 
 ggml_type as_ggml_type(PageFormat format) {
   switch (format) {
@@ -41,25 +43,6 @@ ggml_type as_ggml_type(PageFormat format) {
       break;
   }
   throw std::invalid_argument("ggml has no format like " + std::string(page_format_name(format)));
-}
-
-// Values in [-1, 1).
-std::vector<float> values(int64_t count, uint32_t seed) {
-  std::vector<float> x(count);
-  for (float& f : x)
-    f = static_cast<float>((seed = seed * 1664525u + 1013904223u) >> 8) / 8388608.0f - 1.0f;
-  return x;
-}
-
-double thread_cpu_ms() {
-  timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return 1e3 * static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_nsec);
-}
-
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
 }
 
 struct FreeContext {
@@ -126,7 +109,8 @@ class Problem {
 
   static void fill(ggml_tensor* t, uint32_t seed) {
     const int64_t rows = ggml_nrows(t);
-    const std::vector<float> x = values(rows * t->ne[0], seed);
+    std::vector<float> x(rows * t->ne[0]);
+    pagedkv::apps::fill(x, seed);
     if (t->type == GGML_TYPE_F32)
       std::copy(x.begin(), x.end(), static_cast<float*>(t->data));
     else
@@ -145,24 +129,16 @@ int time_case(const std::string& words, int threads, int runs) {
   const AttentionCase c = AttentionCase::parse(words);
   ggml_cpu_init();
   Problem problem(c, threads);
-  problem.run();
-  std::vector<double> ms, cpu_ms;
-  for (int i = 0; i < runs; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    const double cpu_start = thread_cpu_ms();
-    problem.run();
-    cpu_ms.push_back(thread_cpu_ms() - cpu_start);
-    ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
-                     .count());
-  }
+  const CallTimes times = time_calls(runs, [&] { problem.run(); });
+  const double ms = median(times.ms);
   nlohmann::ordered_json line{{"case", words},
                               {"key_type", ggml_type_name(as_ggml_type(c.key_format))},
                               {"value_type", ggml_type_name(as_ggml_type(c.value_format))},
                               {"threads", threads},
-                              {"ms", median(ms)}};
-  if (threads == 1) line["cpu_ms"] = median(cpu_ms);
-  line["gflop_s"] = 1e-6 * c.flops() / median(ms);
-  line["samples_ms"] = ms;
+                              {"ms", ms}};
+  if (threads == 1) line["cpu_ms"] = median(times.cpu_ms);
+  line["gflop_s"] = 1e-6 * c.flops() / ms;
+  line["samples_ms"] = times.ms;
   std::cout << line.dump() << std::endl;
   return 0;
 }

@@ -6,26 +6,12 @@
 #include <vector>
 
 #include "apps/attention_case.h"
+#include "apps/measure.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/kernels/attention.h"
 #include "pagedkv/kernels/kernel_set.h"
 
 namespace pagedkv::apps {
-
-// One entry a call. Processor time is that of the calling thread, which other programs disturb less than the time that
-// passes; with one thread it is all that the call took.
-struct CallTimes {
-  std::vector<double> ms, cpu_ms;
-};
-
-// Of runs >= 1 calls after one that warms up. The timed calls, and nothing else, go through the function
-// `pagedkv_timed_call`: what callgrind's --toggle-collect names.
-CallTimes time_calls(int runs, FunctionRef<void()> call);
-
-double median(std::vector<double> values);  // not empty; the upper one of two
-
-// Values in [-1, 1): what they are does not matter to the time.
-void fill(std::vector<float>& x, uint32_t seed);
 
 // The pool that holds exactly the case's tokens, in a shuffled order of page ids.
 PagePoolOptions pool_options(const AttentionCase& c);
