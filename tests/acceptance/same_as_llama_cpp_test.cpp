@@ -77,10 +77,16 @@ int covered(const Peer& peer, const Generation& ours) {
   return kNewTokens;
 }
 
-class SameAsLlamaCpp : public ::testing::TestWithParam<int> {};
+struct Prompt {
+  const char* model;
+  int tokens;
+};
+
+class SameAsLlamaCpp : public ::testing::TestWithParam<Prompt> {};
 
 TEST_P(SameAsLlamaCpp, GreedyText) {
-  const std::string path = model_file("SmolLM2-135M-Instruct.F32.gguf");
+  const std::string path = model_file(std::string(GetParam().model) + ".F32.gguf");
+  const auto count = static_cast<size_t>(GetParam().tokens);
   LlamaCpp peer(path);
   GgmlModelOptions options;
   options.num_threads = 2;
@@ -91,9 +97,9 @@ TEST_P(SameAsLlamaCpp, GreedyText) {
     int most = 0;
     for (size_t offset = 0; most < 8 && offset < 5;
          ++offset) {  // another prompt where a near tie comes too soon
-      auto prompt = tokenizer->tokenize(english(offset * 977, GetParam() * 6 + 100), true, false);
-      ASSERT_GE(prompt.size(), static_cast<size_t>(GetParam()));
-      prompt.resize(GetParam());
+      auto prompt = tokenizer->tokenize(english(offset * 977, count * 6 + 100), true, false);
+      ASSERT_GE(prompt.size(), count);
+      prompt.resize(count);
       RunConfig config;
       config.kv.key_format = config.kv.value_format = format;
       config.max_new_tokens = kNewTokens;
@@ -107,7 +113,16 @@ TEST_P(SameAsLlamaCpp, GreedyText) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(PromptTokens, SameAsLlamaCpp, ::testing::Values(20, 700, 4000));
+constexpr const char* kSmall = "SmolLM2-135M-Instruct";
+constexpr const char* kGemma = "gemma-3-270m";
+INSTANTIATE_TEST_SUITE_P(SmolLM2, SameAsLlamaCpp,
+                         ::testing::Values(Prompt{kSmall, 20}, Prompt{kSmall, 700},
+                                           Prompt{kSmall, 4000}),
+                         [](const auto& info) { return std::to_string(info.param.tokens); });
+INSTANTIATE_TEST_SUITE_P(Gemma3, SameAsLlamaCpp,
+                         ::testing::Values(Prompt{kGemma, 20}, Prompt{kGemma, 700},
+                                           Prompt{kGemma, 3000}),
+                         [](const auto& info) { return std::to_string(info.param.tokens); });
 
 }  // namespace
 }  // namespace pagedkv::testing

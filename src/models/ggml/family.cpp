@@ -7,11 +7,11 @@
 namespace pagedkv {
 namespace {
 
-// What llama.cpp's llm_load_hparams and models/llama.cpp read, and what its converter writes beside it.
-// Not in the table because llama.cpp does not honour them for this family and a file that has them
-// means something else: attention.scale, logit_scale, embedding_scale, residual_scale, the soft caps,
+// What llama.cpp's load_hparams reads for every family, and what its converter writes beside it.
+// Not in the table because llama.cpp does not honour them for these families and a file that has them
+// means something else: attention.scale, logit_scale, embedding_scale, residual_scale, the soft cap of scores,
 // attention.clamp_kqv, attention.temperature_*, longrope's factors, rope.dimension_sections.
-constexpr KeyRule kLlamaKeys[] = {
+constexpr KeyRule kCommonKeys[] = {
     {"context_length", KeyUse::kRead},
     {"embedding_length", KeyUse::kRead},
     {"block_count", KeyUse::kRead},
@@ -23,7 +23,7 @@ constexpr KeyRule kLlamaKeys[] = {
     {"attention.value_length", KeyUse::kRead},
     {"attention.layer_norm_rms_epsilon", KeyUse::kRead},
     {"attention.causal", KeyUse::kOnly, 1},
-    {"attention.sliding_window", KeyUse::kRead},  // llama.cpp ignores it for this family; see there
+    {"attention.sliding_window", KeyUse::kRead},
     {"rope.dimension_count", KeyUse::kRead},
     {"rope.freq_base", KeyUse::kRead},
     {"rope.scale_linear", KeyUse::kRead},
@@ -47,15 +47,27 @@ constexpr KeyRule kLlamaKeys[] = {
 
 constexpr bool kOptional = false;
 
-constexpr TensorRule<Weights> kLlamaTensors[] = {
+constexpr KeyRule kGemma3Keys[] = {
+    {"attention.sliding_window_pattern", KeyUse::kRead},
+    {"rope.freq_base_swa", KeyUse::kRead},
+    {"final_logit_softcapping", KeyUse::kRead},
+    {"mm.tokens_per_image", KeyUse::kHarmless},  // of images, which we do not read
+};
+
+constexpr TensorRule<Weights> kCommonTensors[] = {
     {"token_embd.weight", &Weights::token_embedding, Width::kEmbedding, Width::kVocabulary},
     {"output_norm.weight", &Weights::output_norm, Width::kEmbedding},
     {"output.weight", &Weights::output, Width::kEmbedding, Width::kVocabulary, kOptional},
+};
+constexpr TensorRule<Weights> kLlamaTensors[] = {
     {"rope_freqs.weight", &Weights::rope_freqs, Width::kRotations, Width::kNone, kOptional},
+};
+constexpr TensorRule<Weights> kQwen2Tensors[] = {
+    {"output.bias", &Weights::output_bias, Width::kVocabulary, Width::kNone, kOptional},
 };
 
 using Layer = LayerWeights;
-constexpr TensorRule<Layer> kLlamaLayerTensors[] = {
+constexpr TensorRule<Layer> kCommonLayerTensors[] = {
     {"attn_norm.weight", &Layer::attn_norm, Width::kEmbedding},
     {"attn_qkv.weight", &Layer::qkv, Width::kEmbedding, Width::kFused, kOptional},
     {"attn_qkv.bias", &Layer::qkv_bias, Width::kFused, Width::kNone, kOptional, nullptr,
@@ -77,9 +89,39 @@ constexpr TensorRule<Layer> kLlamaLayerTensors[] = {
     {"ffn_down.bias", &Layer::down_bias, Width::kEmbedding, Width::kNone, kOptional},
 };
 
+constexpr TensorRule<Layer> kQwen3LayerTensors[] = {
+    {"attn_q_norm.weight", &Layer::q_norm, Width::kKeyHead},
+    {"attn_k_norm.weight", &Layer::k_norm, Width::kKeyHead},
+};
+constexpr TensorRule<Layer> kGemma3LayerTensors[] = {
+    {"attn_q_norm.weight", &Layer::q_norm, Width::kKeyHead},
+    {"attn_k_norm.weight", &Layer::k_norm, Width::kKeyHead},
+    {"post_attention_norm.weight", &Layer::attn_post_norm, Width::kEmbedding},
+    {"post_ffw_norm.weight", &Layer::ffn_post_norm, Width::kEmbedding},
+};
+
 constexpr Family kFamilies[] = {
-    {"llama", "Llama 1 to 3, SmolLM, Mistral 7B and others of that shape", kLlamaKeys,
-     kLlamaTensors, kLlamaLayerTensors, RopePairs::kNeighbours},
+    {.name = "llama",
+     .models = "Llama 1 to 3, SmolLM, Mistral 7B and others of that shape",
+     .graph = {.rope_pairs = RopePairs::kNeighbours},
+     .tensors = kLlamaTensors},
+    {.name = "qwen2",
+     .models = "Qwen 2 and 2.5, dense",
+     .graph = {.rope_pairs = RopePairs::kHalves},
+     .tensors = kQwen2Tensors},
+    {.name = "qwen3",
+     .models = "Qwen 3, dense",
+     .graph = {.rope_pairs = RopePairs::kHalves},
+     .layer_tensors = kQwen3LayerTensors},
+    {.name = "gemma3",
+     .models = "Gemma 3, text",
+     .graph = {.rope_pairs = RopePairs::kHalves,
+               .activation = Activation::kGelu,
+               .scales_embedding = true,
+               .full_period = 6,
+               .wide_scale_layers = 62},
+     .keys = kGemma3Keys,
+     .layer_tensors = kGemma3LayerTensors},
 };
 
 std::string supported() {
@@ -93,9 +135,11 @@ std::string supported() {
 
 void check_key(const GgufFile& file, const Family& family, const std::string& key) {
   const std::string_view name = std::string_view(key).substr(family.name.size() + 1);
-  const auto rule = std::find_if(family.keys.begin(), family.keys.end(),
-                                 [&](const KeyRule& r) { return r.name == name; });
-  if (rule == family.keys.end()) {
+  const KeyRule* rule = nullptr;
+  for (const std::span<const KeyRule> keys : {std::span<const KeyRule>(kCommonKeys), family.keys})
+    for (const KeyRule& r : keys)
+      if (r.name == name) rule = &r;
+  if (!rule) {
     file.fail(key +
               " is not known for this family and may change its results, so the model is not run");
   }
@@ -113,6 +157,10 @@ void check_key(const GgufFile& file, const Family& family, const std::string& ke
 }  // namespace
 
 std::span<const Family> families() noexcept { return kFamilies; }
+std::span<const TensorRule<Weights>> common_tensors() noexcept { return kCommonTensors; }
+std::span<const TensorRule<LayerWeights>> common_layer_tensors() noexcept {
+  return kCommonLayerTensors;
+}
 
 const Family& find_family(const GgufFile& file) {
   const auto type = file.text("general.type");

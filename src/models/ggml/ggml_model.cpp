@@ -63,8 +63,8 @@ class GgmlModel final : public Model {
         max_step_tokens_(options.max_step_tokens) {
     file_.populate(options.progress);
     arithmetic_ = choose(options.exact);
+    attention_ = std::make_unique<PagedAttention>(hp_, options.num_threads);
     describe();
-    attention_ = std::make_unique<PagedAttention>(hp_, info_.groups, options.num_threads);
     graphs_ = std::make_unique<StepGraphs>(hp_, weights_, *attention_, options.num_threads,
                                            arithmetic_.use_reference);
   }
@@ -113,10 +113,7 @@ class GgmlModel final : public Model {
     info_.weight_bytes = file_.tensor_bytes();
     info_.description = info_.family + " " + show_count(info_.num_params) + " parameters, " +
                         weight_types(weights_.matrices());
-    const LayerSpec layer{.num_kv_heads = hp_.num_kv_heads,
-                          .key_head_dim = hp_.key_head_dim,
-                          .value_head_dim = hp_.value_head_dim};
-    info_.groups = {{.sliding_window = 0, .layers = std::vector<LayerSpec>(hp_.num_layers, layer)}};
+    info_.groups = attention_->groups();
     info_.exact = arithmetic_.exact;
     info_.exact_reason = arithmetic_.reason;
     info_.arithmetic_id = arithmetic_.id;

@@ -298,6 +298,17 @@ std::optional<double> GgufFile::real(const std::string& key, double least, doubl
   return value;
 }
 
+std::optional<std::vector<bool>> GgufFile::boolean_array(const std::string& key) const {
+  const int64_t id = find(key);
+  if (id < 0 || gguf_get_kv_type(meta_.get(), id) != GGUF_TYPE_ARRAY ||
+      gguf_get_arr_type(meta_.get(), id) != GGUF_TYPE_BOOL)
+    return std::nullopt;
+  const auto* data = static_cast<const int8_t*>(gguf_get_arr_data(meta_.get(), id));
+  std::vector<bool> out(gguf_get_arr_n(meta_.get(), id));
+  for (size_t i = 0; i < out.size(); ++i) out[i] = data[i] != 0;
+  return out;
+}
+
 std::optional<int64_t> GgufFile::array_length(const std::string& key) const {
   const int64_t id = find(key);
   if (id < 0) return std::nullopt;

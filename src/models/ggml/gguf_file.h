@@ -47,6 +47,8 @@ class GgufFile {
   // A scalar of any numeric type or a boolean, as a number, whatever its limits.
   std::optional<double> number(const std::string& key) const;
   std::optional<int64_t> array_length(const std::string& key) const;
+  // Empty where the key is absent or holds something else than an array of booleans.
+  std::optional<std::vector<bool>> boolean_array(const std::string& key) const;
   // The elements of an array of strings, as C strings; they live as long as the file.
   std::vector<const char*> text_array(const std::string& key) const;
 

@@ -1,7 +1,9 @@
 #include "models/ggml/hyperparameters.h"
 
 #include <cmath>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "ggml.h"
 #include "models/model.h"
@@ -34,6 +36,10 @@ class Reader {
     return static_cast<float>(file_.real(prefix_ + name, least, most).value_or(otherwise));
   }
   bool has(const char* name) const { return file_.has(prefix_ + name); }
+  // Empty where the key is absent or no list of booleans.
+  std::optional<std::vector<bool>> booleans(const char* name) const {
+    return file_.boolean_array(prefix_ + name);
+  }
   std::string text(const char* name, const char* otherwise) const {
     return file_.text(prefix_ + name).value_or(otherwise);
   }
@@ -91,14 +97,29 @@ RopeParameters read_rope(const Reader& in, const Hyperparameters& hp) {
   return rope;
 }
 
-// llama.cpp reads no window for this family, so a file whose window could bind would get other results
-// there than its makers meant.
-void check_window(const Reader& in, const Hyperparameters& hp) {
-  const int64_t window = in.integer("attention.sliding_window", 0, kMaxContext, 0);
-  if (window == 0 || window >= hp.context_length) return;
-  in.fail("attention.sliding_window", "is " + std::to_string(window) + ", below context_length " +
-                                          std::to_string(hp.context_length) +
-                                          ": not supported for this family");
+// Which layers have a window. llama.cpp reads none for llama and qwen2 files; ours is what the key says (Mistral 7B
+// 0.1: 4,096 tokens in every layer).
+void read_windows(const Reader& in, const FamilyGraph& graph, Hyperparameters& hp) {
+  constexpr const char* kPattern = "attention.sliding_window_pattern";
+  const auto num_layers = static_cast<size_t>(hp.num_layers);
+  hp.is_windowed.assign(num_layers, false);
+  hp.windowed_rope = hp.rope;
+  hp.sliding_window = static_cast<int>(in.integer("attention.sliding_window", 0, kMaxContext, 0));
+  if (hp.sliding_window == 0) return;
+  if (const auto listed = in.booleans(kPattern)) {
+    if (listed->size() != num_layers)
+      in.fail(kPattern, "has " + std::to_string(listed->size()) + " entries; there are " +
+                            std::to_string(num_layers) + " layers");
+    hp.is_windowed = *listed;
+  } else {
+    const int64_t period = in.integer(kPattern, 0, kMaxLayers, graph.full_period);
+    for (size_t i = 0; i < num_layers; ++i)
+      hp.is_windowed[i] = period == 0 || static_cast<int64_t>(i) % period < period - 1;
+  }
+  if (graph.full_period > 0) {  // as llama.cpp: a base and no scaling of their own
+    hp.windowed_rope.freq_base = in.real("rope.freq_base_swa", 1.0, 1e12, 10000.0f);
+    hp.windowed_rope.freq_scale = 1.0f;
+  }
 }
 
 }  // namespace
@@ -135,10 +156,16 @@ Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family)
   hp.rms_epsilon = static_cast<float>(
       file.real(std::string(family.name) + ".attention.layer_norm_rms_epsilon", 0, 1).value_or(-1));
   if (hp.rms_epsilon < 0) in.fail("attention.layer_norm_rms_epsilon", "is missing");
-  hp.attention_scale = 1.0f / std::sqrt(static_cast<float>(hp.key_head_dim));
+  const bool wide_scale = hp.num_layers == family.graph.wide_scale_layers;
+  hp.attention_scale =
+      1.0f / std::sqrt(static_cast<float>(wide_scale ? head_dim : hp.key_head_dim));
   hp.rope = read_rope(in, hp);
-  hp.rope.pairs = family.rope_pairs;
-  check_window(in, hp);
+  hp.rope.pairs = family.graph.rope_pairs;
+  read_windows(in, family.graph, hp);
+  if (family.graph.scales_embedding)
+    hp.embedding_scale = std::sqrt(static_cast<float>(hp.embedding_length));
+  hp.final_logit_softcap = in.real("final_logit_softcapping", 0.0, 1e6, 0.0f);
+  hp.activation = family.graph.activation;
 
   const ggml_tensor* embedding = file.tensor("token_embd.weight");
   if (!embedding) file.fail("tensor token_embd.weight is missing");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "models/ggml/family.h"
 #include "models/ggml/gguf_file.h"
@@ -35,6 +36,17 @@ struct Hyperparameters {
   float rms_epsilon = 0.0f;
   float attention_scale = 0.0f;
   RopeParameters rope;
+  // Layers that see the last `sliding_window` tokens alone, up to their own, and turn by their own angles.
+  int sliding_window = 0;         // tokens; 0: no layer
+  std::vector<bool> is_windowed;  // by layer
+  RopeParameters windowed_rope;
+  float embedding_scale = 1.0f;
+  float final_logit_softcap = 0.0f;  // 0: none
+  Activation activation = Activation::kSilu;
+
+  const RopeParameters& rope_of(int layer) const {
+    return is_windowed[static_cast<size_t>(layer)] ? windowed_rope : rope;
+  }
 };
 
 // Throws ModelError naming the key, its value and the limit.

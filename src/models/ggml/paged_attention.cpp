@@ -37,19 +37,31 @@ std::string shape(int num_kv_heads, int key_dim, int value_dim) {
 
 }  // namespace
 
-PagedAttention::PagedAttention(const Hyperparameters& hp, const std::vector<LayerGroupSpec>& groups,
-                               int num_workers)
-    : hp_(hp), groups_spec_(groups), num_workers_(num_workers) {
+PagedAttention::PagedAttention(const Hyperparameters& hp, int num_workers)
+    : hp_(hp), num_workers_(num_workers), pool_layers_(static_cast<size_t>(hp.num_layers)) {
   for (int i = 0; i < hp.num_layers; ++i) nodes_.push_back({this, i});
+  const LayerSpec spec{.num_kv_heads = hp.num_kv_heads,
+                       .key_head_dim = hp.key_head_dim,
+                       .value_head_dim = hp.value_head_dim};
+  int next = 0;  // a pool counts layers group by group
+  for (const bool windowed : {false, true}) {
+    LayerGroupSpec group{.sliding_window = windowed ? hp.sliding_window : 0};
+    for (size_t i = 0; i < pool_layers_.size(); ++i) {
+      if (hp.is_windowed[i] != windowed) continue;
+      pool_layers_[i] = next++;
+      group.layers.push_back(spec);
+    }
+    if (!group.layers.empty()) groups_.push_back(std::move(group));
+  }
 }
 
 void PagedAttention::check_pool(const PagePool& pool) const {
-  if (pool.num_groups() != static_cast<int>(groups_spec_.size()) ||
+  if (pool.num_groups() != static_cast<int>(groups_.size()) ||
       pool.num_layers() != hp_.num_layers) {
     throw std::invalid_argument("page pool of " + std::to_string(pool.num_layers()) +
                                 " layers in " + std::to_string(pool.num_groups()) +
                                 " groups: the model has " + std::to_string(hp_.num_layers) +
-                                " in " + std::to_string(groups_spec_.size()));
+                                " in " + std::to_string(groups_.size()));
   }
   for (int layer = 0; layer < hp_.num_layers; ++layer) {
     const LayerPages p = pool.layer_pages(layer);
@@ -74,7 +86,7 @@ void PagedAttention::prepare(const StepBatch& batch, const PagePool& pool) {
   }
   pages_.clear();
   work_of_layer_.clear();
-  for (int layer = 0; layer < hp_.num_layers; ++layer) {
+  for (const int layer : pool_layers_) {
     const LayerPages& pages = pages_.emplace_back(pool.layer_pages(layer));
     const size_t work = find_work(pool.group_of_layer(layer), pages);
     if (!std::ranges::count(work_of_layer_, work)) prepare_work(works_[work], pages, batch, pool);

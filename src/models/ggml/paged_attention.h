@@ -20,10 +20,12 @@ namespace pagedkv {
 
 class PagedAttention {
  public:
-  PagedAttention(const Hyperparameters& hp, const std::vector<LayerGroupSpec>& groups,
-                 int num_workers);
+  PagedAttention(const Hyperparameters& hp, int num_workers);
   PagedAttention(const PagedAttention&) = delete;  // nodes point into it
   PagedAttention& operator=(const PagedAttention&) = delete;
+
+  // Layers with full attention, then those with a window; formats are the default (f16).
+  const std::vector<LayerGroupSpec>& groups() const noexcept { return groups_; }
 
   // Last thing before each step: reads slots, pages and lengths of the batch and plans the work. Throws
   // std::invalid_argument when the pool is not of this model's shape.
@@ -61,8 +63,9 @@ class PagedAttention {
                     const PagePool& pool);
 
   const Hyperparameters& hp_;
-  const std::vector<LayerGroupSpec>& groups_spec_;
   const int num_workers_;
+  std::vector<LayerGroupSpec> groups_;
+  std::vector<int> pool_layers_;      // the pool's number of each layer
   std::vector<Node> nodes_;           // by layer
   std::vector<Work> works_;           // kept between steps, for their memory
   std::vector<int32_t> query_start_;  // [sequences + 1]

@@ -24,6 +24,7 @@ class Builder {
     g_.out_rows = g_.num_outputs > 0 ? input(g_.num_outputs) : nullptr;
     g_.logits = nullptr;
     ggml_tensor* x = ggml_get_rows(c_, weights_.token_embedding, g_.tokens);
+    if (hp_.embedding_scale != 1.0f) x = ggml_scale(c_, x, hp_.embedding_scale);
     for (int i = 0; i < hp_.num_layers; ++i) {
       const bool last = i + 1 == hp_.num_layers;
       ggml_tensor* attended = attention(x, i, last && g_.num_outputs == 0);
@@ -33,10 +34,14 @@ class Builder {
         x = ggml_get_rows(c_, x, g_.out_rows);
       }
       const LayerWeights& w = weights_.layers[i];
-      x = ggml_add(c_, linear(w.output, attended, w.output_bias), x);
-      x = ggml_add(c_, feed_forward(norm(x, w.ffn_norm), w), x);
+      ggml_tensor* gain = linear(w.output, attended, w.output_bias);
+      x = ggml_add(c_, norm_if(gain, w.attn_post_norm), x);
+      gain = feed_forward(norm(x, w.ffn_norm), w);
+      x = ggml_add(c_, norm_if(gain, w.ffn_post_norm), x);
     }
-    g_.logits = ggml_mul_mat(c_, weights_.output, norm(x, weights_.output_norm));
+    g_.logits = linear(weights_.output, norm(x, weights_.output_norm), weights_.output_bias);
+    if (const float cap = hp_.final_logit_softcap; cap != 0.0f)
+      g_.logits = ggml_scale(c_, ggml_tanh(c_, ggml_scale(c_, g_.logits, 1.0f / cap)), cap);
     ggml_set_output(g_.logits);
     ggml_build_forward_expand(g_.graph, g_.logits);
   }
@@ -51,6 +56,8 @@ class Builder {
   ggml_tensor* norm(ggml_tensor* x, ggml_tensor* weight) {
     return ggml_mul(c_, ggml_rms_norm(c_, x, hp_.rms_epsilon), weight);
   }
+
+  ggml_tensor* norm_if(ggml_tensor* x, ggml_tensor* weight) { return weight ? norm(x, weight) : x; }
 
   ggml_tensor* linear(ggml_tensor* weight, ggml_tensor* x, ggml_tensor* bias) {
     return plus(ggml_mul_mat(c_, weight, x), bias);
@@ -67,8 +74,8 @@ class Builder {
     return ggml_reshape_3d(c_, plus(y, bias), dim, num_heads, g_.num_rows);
   }
 
-  ggml_tensor* rope(ggml_tensor* x) {
-    const RopeParameters& r = hp_.rope;
+  ggml_tensor* rope(ggml_tensor* x, int layer) {
+    const RopeParameters& r = hp_.rope_of(layer);
     const int mode =
         r.pairs == RopePairs::kNeighbours ? GGML_ROPE_TYPE_NORMAL : GGML_ROPE_TYPE_NEOX;
     return ggml_rope_ext(c_, x, g_.positions, weights_.rope_freqs, r.dimensions, mode,
@@ -82,20 +89,23 @@ class Builder {
     const int64_t k_width = int64_t{hp_.num_kv_heads} * hp_.key_head_dim;
     ggml_tensor* h = norm(x, w.attn_norm);
     ggml_tensor* fused = w.qkv ? linear(w.qkv, h, w.qkv_bias) : nullptr;
-    ggml_tensor* k =
-        rope(heads(fused, q_width, w.k, w.k_bias, h, hp_.key_head_dim, hp_.num_kv_heads));
+    ggml_tensor* k = heads(fused, q_width, w.k, w.k_bias, h, hp_.key_head_dim, hp_.num_kv_heads);
+    k = rope(norm_if(k, w.k_norm), layer);
     ggml_tensor* v =
         heads(fused, q_width + k_width, w.v, w.v_bias, h, hp_.value_head_dim, hp_.num_kv_heads);
     ggml_tensor* stored = attention_.store_node(c_, layer, k, v);
     if (store_only) return stored;
-    ggml_tensor* q = rope(heads(fused, 0, w.q, w.q_bias, h, hp_.key_head_dim, hp_.num_q_heads));
+    ggml_tensor* q = heads(fused, 0, w.q, w.q_bias, h, hp_.key_head_dim, hp_.num_q_heads);
+    q = rope(norm_if(q, w.q_norm), layer);
     return attention_.attend_node(c_, layer, q, stored);
   }
 
   ggml_tensor* feed_forward(ggml_tensor* x, const LayerWeights& w) {
     ggml_tensor* up = linear(w.up, x, w.up_bias);
     ggml_tensor* gate = linear(w.gate, x, w.gate_bias);
-    return linear(w.down, ggml_swiglu_split(c_, gate, up), w.down_bias);
+    ggml_tensor* product = hp_.activation == Activation::kGelu ? ggml_geglu_split(c_, gate, up)
+                                                               : ggml_swiglu_split(c_, gate, up);
+    return linear(w.down, product, w.down_bias);
   }
 
   const Hyperparameters& hp_;

@@ -34,6 +34,8 @@ int64_t size_of(Width width, const Hyperparameters& hp) {
       return 1;
     case Width::kEmbedding:
       return hp.embedding_length;
+    case Width::kKeyHead:
+      return hp.key_head_dim;
     case Width::kQueries:
       return queries;
     case Width::kKeys:
@@ -120,10 +122,14 @@ std::vector<ggml_tensor*> Weights::matrices() const {
 Weights bind_weights(const GgufFile& file, const Family& family, const Hyperparameters& hp) {
   Binder binder(file, hp);
   Weights w{};
+  binder.bind(w, common_tensors(), "");
   binder.bind(w, family.tensors, "");
   if (!w.output) w.output = w.token_embedding;
   for (int i = 0; i < hp.num_layers; ++i) {
-    binder.bind(w.layers.emplace_back(), family.layer_tensors, "blk." + std::to_string(i) + ".");
+    const std::string prefix = "blk." + std::to_string(i) + ".";
+    LayerWeights& layer = w.layers.emplace_back();
+    binder.bind(layer, common_layer_tensors(), prefix);
+    binder.bind(layer, family.layer_tensors, prefix);
   }
   binder.check_all_read();
   return w;

@@ -21,19 +21,23 @@ struct LayerWeights {
   ggml_tensor *q, *k, *v;  // [embedding, q], [embedding, k], [embedding, v]
   ggml_tensor* qkv_bias;   // [q + k + v], or
   ggml_tensor *q_bias, *k_bias, *v_bias;
-  ggml_tensor* output;       // [attended, embedding]
-  ggml_tensor* output_bias;  // [embedding]
-  ggml_tensor* ffn_norm;     // [embedding]
-  ggml_tensor *gate, *up;    // [embedding, feed_forward]
-  ggml_tensor* down;         // [feed_forward, embedding]
+  ggml_tensor *q_norm, *k_norm;  // [key_head_dim], of each head before RoPE
+  ggml_tensor* output;           // [attended, embedding]
+  ggml_tensor* output_bias;      // [embedding]
+  ggml_tensor* attn_post_norm;   // [embedding], of what attention adds
+  ggml_tensor* ffn_norm;         // [embedding]
+  ggml_tensor *gate, *up;        // [embedding, feed_forward]
+  ggml_tensor* down;             // [feed_forward, embedding]
   ggml_tensor *gate_bias, *up_bias, *down_bias;
+  ggml_tensor* ffn_post_norm;  // [embedding], of what the feed-forward network adds
 };
 
 struct Weights {
   ggml_tensor* token_embedding;  // [embedding, vocabulary]
   ggml_tensor* output_norm;      // [embedding]
-  ggml_tensor* output;      // [embedding, vocabulary]; the token embedding where there is no other
-  ggml_tensor* rope_freqs;  // [rotations]
+  ggml_tensor* output;       // [embedding, vocabulary]; the token embedding where there is no other
+  ggml_tensor* output_bias;  // [vocabulary]
+  ggml_tensor* rope_freqs;   // [rotations]
   std::vector<LayerWeights> layers;
 
   std::vector<ggml_tensor*> matrices() const;  // those that rows are multiplied with
@@ -43,6 +47,7 @@ struct Weights {
 enum class Width {
   kNone,  // as the second one: a vector, not a matrix
   kEmbedding,
+  kKeyHead,   // key_head_dim
   kQueries,   // num_q_heads * key_head_dim
   kKeys,      // num_kv_heads * key_head_dim
   kValues,    // num_kv_heads * value_head_dim

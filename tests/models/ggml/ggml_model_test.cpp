@@ -13,7 +13,7 @@ namespace pagedkv::test {
 namespace {
 
 TEST(GgmlModel, DescribesItself) {
-  const auto model = load(model_path("llama-variants/gqa3_dim64.gguf"));
+  const auto model = load(model_path("model-variants/gqa3_dim64.gguf"));
   const ModelInfo& info = model->info();
   EXPECT_EQ(info.family, "llama");
   EXPECT_EQ(info.name, "gqa3_dim64");
@@ -31,7 +31,7 @@ TEST(GgmlModel, DescribesItself) {
 }
 
 TEST(GgmlModel, KeepsKeyAndValueHeadsApart) {
-  const auto model = load(model_path("llama-variants/short_values.gguf"));
+  const auto model = load(model_path("model-variants/short_values.gguf"));
   EXPECT_EQ(model->info().groups[0].layers[0].key_head_dim, 32);
   EXPECT_EQ(model->info().groups[0].layers[0].value_head_dim, 16);
 }
@@ -43,12 +43,12 @@ TEST(GgmlModel, TellsProgressUpToTheEnd) {
     EXPECT_GT(done, last);
     last = done;
   };
-  load_ggml_model(model_path("llama-variants/gqa3_dim64.gguf"), options);
+  load_ggml_model(model_path("model-variants/gqa3_dim64.gguf"), options);
   EXPECT_EQ(last, 1.0f);
 }
 
 TEST(GgmlModel, RefusesOptionsOutsideTheirLimits) {
-  const std::string path = model_path("llama-variants/untied.gguf");
+  const std::string path = model_path("model-variants/untied.gguf");
   EXPECT_THROW(load_ggml_model(path, {.num_threads = 0}), std::invalid_argument);
   EXPECT_THROW(load_ggml_model(path, {.num_threads = 513}), std::invalid_argument);
   EXPECT_THROW(load_ggml_model(path, {.max_step_tokens = 0}), std::invalid_argument);
@@ -67,7 +67,7 @@ class GgmlModelStep : public testing::Test {
     }
   }
 
-  std::unique_ptr<Model> model = load(model_path("llama-variants/untied.gguf"));
+  std::unique_ptr<Model> model = load(model_path("model-variants/untied.gguf"));
   PagePool pool{pool_options(model->info(), {})};
   BlockTable table{pool};
 };
@@ -85,7 +85,7 @@ TEST_F(GgmlModelStep, RefusesWhatTheBatchCannotMean) {
 }
 
 TEST_F(GgmlModelStep, RefusesAPoolOfAnotherModel) {
-  const auto other = load(model_path("llama-variants/gqa3_dim64.gguf"));
+  const auto other = load(model_path("model-variants/gqa3_dim64.gguf"));
   PagePool wrong(pool_options(other->info(), {}));
   BlockTable wrong_table(wrong);
   wrong_table.append(1);
@@ -111,7 +111,7 @@ class PoisonedModel : public testing::Test {
   static std::string write() {
     const auto path =
         std::filesystem::temp_directory_path() / ("pagedkv_poisoned_" + std::to_string(getpid()));
-    rewrite_gguf(model_path("llama-variants/untied.gguf"), path.string(),
+    rewrite_gguf(model_path("model-variants/untied.gguf"), path.string(),
                  [](gguf_context*, ggml_context* tensors) {
                    ggml_tensor* embedding = ggml_get_tensor(tensors, "token_embd.weight");
                    static_cast<float*>(embedding->data)[5 * embedding->ne[0]] = NAN;

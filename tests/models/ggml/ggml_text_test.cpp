@@ -36,7 +36,7 @@ TEST(GgmlText, ReadsControlTokensWhenAskedTo) {
 }
 
 TEST(GgmlText, RendersTheFilesTemplate) {
-  const auto tokenizer = load_tokenizer(model_path("llama-variants/untied.gguf"));
+  const auto tokenizer = load_tokenizer(model_path("model-variants/untied.gguf"));
   const ChatMessage messages[] = {{"system", "Be brief."}, {"user", "Hi"}};
   EXPECT_EQ(make_chat_template(*tokenizer)->render(messages),
             "system: Be brief.\nuser: Hi\nassistant:");

@@ -21,7 +21,7 @@ class HostileGguf : public testing::Test {
   void SetUp() override {
     folder_ = fs::temp_directory_path() / ("pagedkv_hostile_" + std::to_string(getpid()));
     fs::create_directory(folder_);
-    std::ifstream in(model_path("llama-variants/tied.gguf"), std::ios::binary);
+    std::ifstream in(model_path("model-variants/tied.gguf"), std::ios::binary);
     good_.assign(std::istreambuf_iterator<char>(in), {});
     ASSERT_GT(good_.size(), 100000u);
   }
@@ -37,7 +37,7 @@ class HostileGguf : public testing::Test {
   // The good file with other metadata or tensors.
   std::string rewrite(const std::function<void(gguf_context*, ggml_context*)>& change) const {
     const std::string path = (folder_ / "model.gguf").string();
-    rewrite_gguf(model_path("llama-variants/tied.gguf"), path, change);
+    rewrite_gguf(model_path("model-variants/tied.gguf"), path, change);
     return path;
   }
 
@@ -154,7 +154,7 @@ TEST_F(HostileGguf, KeysOutsideTheirLimits) {
       {"llama.rope.dimension_count", 0, {"dimension_count"}},
       {"llama.rope.scaling.original_context_length", 0, {"original_context_length"}},
       {"llama.expert_count", 8, {"expert_count", "8", "dense"}},
-      {"llama.attention.sliding_window", 100, {"sliding_window", "100", "512"}},
+      {"llama.attention.sliding_window", 1u << 31, {"sliding_window", "2147483648"}},
       {"general.alignment", 8, {"alignment"}},
       {"general.alignment", 0, {"alignment"}},
       {"general.alignment", 3u << 30, {"alignment"}},
@@ -263,6 +263,33 @@ TEST_F(HostileGguf, KeysThatMayChangeTheMathematics) {
         gguf_set_val_str(g, "general.author", "somebody");
         gguf_set_val_u64(g, "llama.block_count", 2);
       }));
+}
+
+TEST_F(HostileGguf, WindowsThatMakeNoSense) {
+  const auto refused = [&](const auto& change, const std::vector<std::string>& words) {
+    const std::string path = (folder_ / "window.gguf").string();
+    rewrite_gguf(model_path("model-variants/gemma3.gguf"), path,
+                 [&](gguf_context* g, ggml_context*) { change(g); });
+    expect_refused(path, words);
+  };
+  const char* const pattern = "gemma3.attention.sliding_window_pattern";
+  const bool six[6] = {true, true};
+  refused([&](gguf_context* g) { gguf_set_arr_data(g, pattern, GGUF_TYPE_BOOL, six, 6); },
+          {pattern, "6", "7 layers"});
+  const int32_t mixed[7] = {1, 1, 0};
+  refused([&](gguf_context* g) { gguf_set_arr_data(g, pattern, GGUF_TYPE_INT32, mixed, 7); },
+          {pattern, "differs"});
+  refused([&](gguf_context* g) { gguf_set_val_u32(g, pattern, 5000); }, {pattern, "5000", "1024"});
+  refused([&](gguf_context* g) { gguf_set_val_str(g, pattern, "six"); }, {pattern, "integer"});
+  refused([&](gguf_context* g) { gguf_set_val_f32(g, "gemma3.rope.freq_base_swa", 0.0f); },
+          {"rope.freq_base_swa"});
+  refused([&](gguf_context* g) { gguf_set_val_f32(g, "gemma3.final_logit_softcapping", -1.0f); },
+          {"final_logit_softcapping"});
+  // Keys of one family mean nothing in another.
+  expect_refused(rewrite([](gguf_context* g, ggml_context*) {
+                   gguf_set_val_u32(g, "llama.attention.sliding_window_pattern", 6);
+                 }),
+                 {"llama.attention.sliding_window_pattern", "not known"});
 }
 
 TEST_F(HostileGguf, TensorsThatNobodyReads) {

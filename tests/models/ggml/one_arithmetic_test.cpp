@@ -53,7 +53,7 @@ void expect_one_arithmetic(const std::string& path, ExactMode mode, PageFormat f
 class OneArithmetic : public testing::TestWithParam<const char*> {};
 
 TEST_P(OneArithmetic, HoldsInEveryPageFormat) {
-  const std::string path = model_path(std::string("llama-variants/") + GetParam() + ".gguf");
+  const std::string path = model_path(std::string("model-variants/") + GetParam() + ".gguf");
   for (const PageFormat format : {PageFormat::kF32, PageFormat::kF16, PageFormat::kBF16,
                                   PageFormat::kQ8, PageFormat::kQ6, PageFormat::kQ4}) {
     expect_one_arithmetic(path, ExactMode::kAuto, format);
@@ -61,12 +61,13 @@ TEST_P(OneArithmetic, HoldsInEveryPageFormat) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Variants, OneArithmetic,
-                         testing::Values("untied", "gqa3_dim64", "gqa7_dim36", "short_values"),
+                         testing::Values("untied", "gqa3_dim64", "gqa7_dim36", "short_values",
+                                         "window", "qwen2", "qwen3", "gemma3"),
                          [](const auto& info) { return std::string(info.param); });
 
 // What a sequence gets in a mixed batch, beside others in prefill and decode, is what it gets alone.
 TEST(OneArithmetic, HoldsInMixedBatches) {
-  const auto model = load(model_path("llama-variants/gqa3_dim64.gguf"), 2);
+  const auto model = load(model_path("model-variants/gqa3_dim64.gguf"), 2);
   const size_t vocab = static_cast<size_t>(model->info().vocab_size);
   std::vector<std::vector<int32_t>> texts = {random_tokens(50, 5), random_tokens(33, 6),
                                              random_tokens(17, 7)};
@@ -104,7 +105,7 @@ TEST(OneArithmetic, HoldsInMixedBatches) {
 
 // Rows without logits, and logits of some rows only, change nothing in the rest.
 TEST(OneArithmetic, DoesNotDependOnWhichLogitsAreWanted) {
-  const auto model = load(model_path("llama-variants/untied.gguf"));
+  const auto model = load(model_path("model-variants/untied.gguf"));
   const size_t vocab = static_cast<size_t>(model->info().vocab_size);
   const auto tokens = random_tokens(40, 8);
   const auto expected = all_logits(*model, tokens);
@@ -131,7 +132,7 @@ TEST(OneArithmetic, DoesNotDependOnWhichLogitsAreWanted) {
 
 // Layers of one group may store in different formats; the last layer's format shows in the bits, too.
 TEST(OneArithmetic, HoldsWhereLayersDifferInFormat) {
-  const auto model = load(model_path("llama-variants/untied.gguf"), 2);
+  const auto model = load(model_path("model-variants/untied.gguf"), 2);
   const auto tokens = random_tokens(kTokens, 2);
   const auto run = [&](PageFormat first, PageFormat second, size_t chunk) {
     PagePoolOptions options = pool_options(model->info(), {});
@@ -175,7 +176,7 @@ std::string quantize(const std::string& source, llama_ftype type, const char* na
 
 struct Quantized {
   Quantized(llama_ftype type, const char* name)
-      : path(quantize(model_path("llama-variants/k_quants.gguf"), type, name)) {}
+      : path(quantize(model_path("model-variants/k_quants.gguf"), type, name)) {}
   ~Quantized() { std::filesystem::remove(path); }
   std::string path;
 };
@@ -206,7 +207,7 @@ TEST(OneArithmetic, IsNotClaimedForKQuantsInAuto) {
 }
 
 TEST(OneArithmetic, IsNotClaimedWhenSwitchedOff) {
-  const auto model = load(model_path("llama-variants/untied.gguf"), 1, ExactMode::kOff);
+  const auto model = load(model_path("model-variants/untied.gguf"), 1, ExactMode::kOff);
   EXPECT_FALSE(model->info().exact);
   EXPECT_EQ(model->info().exact_reason, "--exact off");
 }

@@ -29,9 +29,9 @@ std::string model_path(const std::string& name) {
   return path.string();
 }
 
-std::vector<std::string> llama_variants() {
+std::vector<std::string> model_variants() {
   std::vector<std::string> out;
-  for (const auto& entry : fs::directory_iterator(model_path("llama-variants"))) {
+  for (const auto& entry : fs::directory_iterator(model_path("model-variants"))) {
     const fs::path name = entry.path().filename();
     if (name.extension() == ".gguf" && name.stem().extension() != ".twin")
       out.push_back(name.stem().string());

@@ -18,8 +18,8 @@ namespace pagedkv::test {
 // missing: a test without its model fails.
 std::string model_path(const std::string& name);
 
-// Names of the variants that tools/make_llama_variants.py wrote, twins left out.
-std::vector<std::string> llama_variants();
+// Names of the variants that tools/make_model_variants.py wrote, twins left out.
+std::vector<std::string> model_variants();
 
 // Writes the file `source` with other metadata or tensors to `target`. `change` gets the metadata to be written and
 // the source's tensors.

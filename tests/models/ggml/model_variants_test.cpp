@@ -1,4 +1,4 @@
-// Every way in which a file of the llama family may differ, beside llama.cpp on the same file.
+// Every family, and every way in which its files may differ, beside llama.cpp on the same file.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -68,10 +68,10 @@ double largest_difference(std::span<const float> a, std::span<const float> b) {
   return out;
 }
 
-class LlamaVariant : public testing::TestWithParam<std::string> {};
+class ModelVariant : public testing::TestWithParam<std::string> {};
 
-TEST_P(LlamaVariant, HasLlamaCppsLogits) {
-  const std::string path = model_path("llama-variants/" + GetParam() + ".gguf");
+TEST_P(ModelVariant, HasLlamaCppsLogits) {
+  const std::string path = model_path("model-variants/" + GetParam() + ".gguf");
   const std::string twin = path.substr(0, path.size() - 5) + ".twin.gguf";
   const auto tokens = random_tokens(kPositions, 1);
   const auto ours = all_logits(*load(path), tokens);
@@ -106,15 +106,33 @@ const std::string kVariants[] = {"tied",
                                  "key_length",
                                  "short_values",
                                  "long_values",
-                                 "k_quants"};
+                                 "window",
+                                 "k_quants",
+                                 "qwen2",
+                                 "qwen2_untied",
+                                 "qwen2_yarn",
+                                 "qwen3",
+                                 "qwen3_untied",
+                                 "qwen3_fused",
+                                 "qwen3_yarn",
+                                 "gemma3",
+                                 "gemma3_untied",
+                                 "gemma3_old_keys",
+                                 "gemma3_pattern",
+                                 "gemma3_period",
+                                 "gemma3_all_windows",
+                                 "gemma3_no_window",
+                                 "gemma3_linear",
+                                 "gemma3_softcap",
+                                 "gemma3_wide_scale"};
 
-INSTANTIATE_TEST_SUITE_P(All, LlamaVariant, testing::ValuesIn(kVariants),
+INSTANTIATE_TEST_SUITE_P(All, ModelVariant, testing::ValuesIn(kVariants),
                          [](const auto& info) { return info.param; });
 
-TEST(LlamaVariants, AreAllCompared) {
+TEST(ModelVariants, AreAllCompared) {
   std::vector<std::string> compared(std::begin(kVariants), std::end(kVariants));
   std::ranges::sort(compared);
-  EXPECT_EQ(llama_variants(), compared);
+  EXPECT_EQ(model_variants(), compared);
 }
 
 }  // namespace
