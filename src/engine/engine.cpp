@@ -99,9 +99,29 @@ RequestId Engine::submit(GenerationRequest request, RequestSink& sink) {
   auto sampler = make_sampler_(request.sampler);
   for (int32_t t : request.prompt) sampler->accept(t);
   auto tokens = request.prompt;
-  requests_.push_back({next_id_, std::move(request), &sink, BlockTable(pool_, options_.context),
-                       std::move(sampler), std::move(text), std::move(tokens)});
+  BlockTable table = take_held(request);
+  requests_.push_back({next_id_, std::move(request), &sink, std::move(table), std::move(sampler),
+                       std::move(text), std::move(tokens)});
   return next_id_++;
+}
+
+// The table to start with: what is held of the beginning of the prompt. The last token is always computed, for its logits.
+BlockTable Engine::take_held(const GenerationRequest& request) {
+  HeldSequence* held = request.held;
+  if (!held || !held->table_) return BlockTable(pool_, options_.context);
+  const auto [ours, theirs] = std::ranges::mismatch(held->tokens_, request.prompt);
+  const int64_t same = request.prompt_logprobs ? 0 : ours - held->tokens_.begin();
+  BlockTable table = std::move(*held->table_);
+  *held = {};
+  table.trim_to(std::min(same, static_cast<int64_t>(request.prompt.size()) - 1));
+  return table;
+}
+
+void Engine::give_held(Running& r) {
+  if (!r.request.held || r.num_computed() == 0) return;
+  r.tokens.resize(static_cast<size_t>(r.num_computed()));
+  r.request.held->tokens_ = std::move(r.tokens);
+  r.request.held->table_.emplace(std::move(r.table));
 }
 
 void Engine::cancel(RequestId id) {
@@ -221,7 +241,8 @@ void Engine::take_token(Running& r, std::span<const float> logits) {
 
 void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
   r.done = true;
-  r.table.trim_to(0);
+  give_held(r);
+  if (!r.request.held) r.table.trim_to(0);
   r.sink->on_finish(reason, r.text.finish(), error);
 }
 
@@ -231,6 +252,7 @@ void Engine::fail_newest_blocked() {
   for (auto& r : requests_)
     if (r.num_computed() > 0) victim = &r;
   const std::string text = victim->table.refusal_text();
+  victim->request.held = nullptr;  // its pages must go
   finish(*victim, FinishReason::kError,
          pool_.refusal() == PagePool::Refusal::kBudget
              ? std::make_exception_ptr(MemoryError(text))

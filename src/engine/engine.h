@@ -45,8 +45,8 @@ class Engine {
   // naming the value and the limit.
   RequestId submit(GenerationRequest request, RequestSink& sink);
 
-  // Ends a request: its pages are free when this returns, and its sink hears kCancelled. Unknown or finished ids
-  // are ignored.
+  // Ends a request: its pages are free (or held) when this returns, and its sink hears kCancelled. Unknown or finished
+  // ids are ignored.
   void cancel(RequestId id);
 
   // One iteration. False when no request is left.
@@ -60,6 +60,8 @@ class Engine {
   struct Running;
   struct Work;
 
+  BlockTable take_held(const GenerationRequest& request);
+  void give_held(Running& request);
   std::vector<Work> schedule();
   void run(std::vector<Work>& work);
   void take_outputs(const Work& work, std::span<const float> logits);

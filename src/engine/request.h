@@ -9,8 +9,24 @@
 #include <vector>
 
 #include "models/text.h"
+#include "pagedkv/core/block_table.h"
 
 namespace pagedkv {
+
+class Engine;
+
+// The tokens of a conversation whose keys and values stay in the pool between its requests. One request at a time; the
+// pool and a request under way must not outlive it.
+class HeldSequence {
+ public:
+  int64_t length() const noexcept { return table_ ? table_->length() : 0; }
+  void clear() { *this = {}; }  // gives the pages back
+
+ private:
+  friend Engine;
+  std::optional<BlockTable> table_;
+  std::vector<int32_t> tokens_;  // those in the table
+};
 
 struct GenerationRequest {
   std::vector<int32_t> prompt;  // token ids, at least one
@@ -20,6 +36,9 @@ struct GenerationRequest {
   bool ignore_end = false;        // go on after end-of-generation tokens
   bool logprobs = false;          // compute log-probabilities of generated tokens
   bool prompt_logprobs = false;   // and of the prompt's
+  // Not null: what it holds and the prompt begins with is not computed again (but with prompt_logprobs), and when the
+  // request ends, it holds what was computed.
+  HeldSequence* held = nullptr;
 };
 
 enum class FinishReason { kStop, kLength, kCancelled, kError };

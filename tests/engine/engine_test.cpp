@@ -227,5 +227,85 @@ TEST(Engine, WindowedLayersLiveInAGroupOfTheirOwn) {
   EXPECT_EQ(r.tokens, alone("abc", 100).tokens);
 }
 
+// A conversation that holds its tokens: what each turn says is what a fresh request with the same prompt says.
+struct Conversation {
+  // Returns how many prompt tokens were computed.
+  int64_t turn(const std::string& prompt, int64_t n, KvSettings kv = {}) {
+    GenerationRequest request = f.request(prompt, n);
+    request.prompt_logprobs = false;
+    request.held = &held;
+    Recorder got, want = alone(prompt, n, kv);
+    const int64_t before = f.engine.stats().prompt_tokens;
+    f.engine.submit(std::move(request), got);
+    f.run_all();
+    EXPECT_EQ(got.text, want.text);
+    EXPECT_EQ(got.logprobs, want.logprobs);
+    said = prompt + got.text;
+    return f.engine.stats().prompt_tokens - before;
+  }
+  Fixture f;
+  HeldSequence held;
+  std::string said;
+};
+
+TEST(Engine, HeldTokensAreNotComputedAgain) {
+  Conversation c;
+  EXPECT_EQ(c.turn("a first question?", 10), 17);
+  EXPECT_EQ(c.held.length(), 26);  // the newest token is never stored
+  const std::string second = c.said + " And then?";
+  EXPECT_EQ(c.turn(second, 10), 11);
+  EXPECT_EQ(c.turn(second, 10),
+            1);  // of a prompt that is held whole the last token is computed, for its logits
+  EXPECT_EQ(c.turn("a first quest", 5), 1);
+  EXPECT_EQ(c.turn("a first quiz", 5), 2);
+  EXPECT_EQ(c.turn("other", 5), 5);
+  c.held.clear();
+  EXPECT_EQ(c.f.pool.stats().pages_held, 0);
+  EXPECT_EQ(c.turn("other", 5), 5);
+}
+
+TEST(Engine, HoldsWhatACancelledRequestHadComputed) {
+  Conversation c;
+  const std::string prompt(100, 'x');
+  GenerationRequest request = c.f.request(prompt, 50);
+  request.prompt_logprobs = false;
+  request.held = &c.held;
+  Recorder r;
+  const RequestId id = c.f.engine.submit(std::move(request), r);
+  c.f.engine.step();
+  c.f.engine.step();
+  c.f.engine.cancel(id);
+  EXPECT_EQ(r.tokens.size(), 2u);
+  EXPECT_EQ(c.held.length(), 101);
+  EXPECT_EQ(c.turn(prompt + r.text + "y", 5), 2);
+}
+
+TEST(Engine, PromptProbabilitiesNeedEveryToken) {
+  Conversation c;
+  c.turn("hello world", 5);
+  GenerationRequest request = c.f.request("hello world", 5);
+  request.held = &c.held;
+  Recorder r;
+  c.f.engine.submit(std::move(request), r);
+  c.f.run_all();
+  EXPECT_EQ(r.prompt_logprobs, alone("hello world", 5).prompt_logprobs);
+}
+
+TEST(Engine, ARequestThatCannotGoOnHoldsNothing) {
+  KvSettings kv;
+  kv.num_pages = 4;
+  kv.dynamic = false;
+  Fixture f(kv);
+  HeldSequence held;
+  GenerationRequest request = f.request(std::string(60, 'a'), 100);
+  request.held = &held;
+  Recorder r;
+  f.engine.submit(std::move(request), r);
+  f.run_all();
+  EXPECT_EQ(r.reason, FinishReason::kError);
+  EXPECT_EQ(held.length(), 0);
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+}
+
 }  // namespace
 }  // namespace pagedkv
