@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -29,12 +30,16 @@ struct ChatMessage {
   std::string content;
 };
 
+// Variables of a template's own ("enable_thinking"), each value as JSON.
+using TemplateKwargs = std::map<std::string, std::string>;
+
 class ChatTemplate {
  public:
   virtual ~ChatTemplate() = default;
   // The prompt text, with the opening of the assistant's answer. Throws std::invalid_argument with the
-  // template's own message when it refuses the messages.
-  virtual std::string render(std::span<const ChatMessage> messages) const = 0;
+  // template's own message when it refuses the messages or a variable.
+  virtual std::string render(std::span<const ChatMessage> messages,
+                             const TemplateKwargs& kwargs = {}) const = 0;
 };
 
 struct SamplerOptions {

@@ -58,7 +58,8 @@ class JinjaTemplate final : public ChatTemplate {
   JinjaTemplate(LlamaVocabModel model, std::string path)
       : model_(std::move(model)), path_(std::move(path)) {}
 
-  std::string render(std::span<const ChatMessage> messages) const override {
+  std::string render(std::span<const ChatMessage> messages,
+                     const TemplateKwargs& kwargs) const override {
     std::call_once(parsed_, [&] { parse(); });
     if (messages.empty()) throw std::invalid_argument("chat template: no messages");
     common_chat_templates_inputs inputs;
@@ -69,6 +70,13 @@ class JinjaTemplate final : public ChatTemplate {
     }
     inputs.add_generation_prompt = true;
     inputs.use_jinja = true;
+    inputs.chat_template_kwargs = kwargs;
+    if (const auto thinking = kwargs.find("enable_thinking"); thinking != kwargs.end()) {
+      if (thinking->second != "true" && thinking->second != "false")
+        throw std::invalid_argument("chat template: enable_thinking is " + thinking->second +
+                                    "; it must be true or false");
+      inputs.enable_thinking = thinking->second == "true";
+    }
     try {
       return common_chat_templates_apply(templates_.get(), inputs).prompt;
     } catch (const std::exception& error) {

@@ -125,7 +125,7 @@ class ToyTokenizer final : public Tokenizer {
 
 class ToyChatTemplate final : public ChatTemplate {
  public:
-  std::string render(std::span<const ChatMessage> messages) const override {
+  std::string render(std::span<const ChatMessage> messages, const TemplateKwargs&) const override {
     if (messages.empty()) throw std::invalid_argument("messages: at least one is needed");
     return messages.back().content;
   }

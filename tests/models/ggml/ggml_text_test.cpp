@@ -2,10 +2,19 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <map>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
+#include "llama.h"
 #include "models/ggml/test_models.h"
 #include "models/model.h"
 
@@ -41,6 +50,82 @@ TEST(GgmlText, RendersTheFilesTemplate) {
   EXPECT_EQ(make_chat_template(*tokenizer)->render(messages),
             "system: Be brief.\nuser: Hi\nassistant:");
   EXPECT_THROW(make_chat_template(*tokenizer)->render({}), std::invalid_argument);
+}
+
+// A small file that has the chat template of a family's model.
+std::string with_template(const std::string& name) {
+  const std::string path = std::string(PAGEDKV_LLAMA_TEMPLATES) + "/" + name + ".jinja";
+  std::ifstream in(path);
+  if (!in.is_open()) throw std::runtime_error(path + ": cannot be read");
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const std::string target = testing::TempDir() + "template_" + name + ".gguf";
+  rewrite_gguf(model_path("model-variants/untied.gguf"), target,
+               [&](gguf_context* meta, ggml_context*) {
+                 gguf_set_val_str(meta, "tokenizer.chat_template", text.c_str());
+               });
+  return target;
+}
+
+std::string rendered(const std::string& template_name, std::span<const ChatMessage> messages,
+                     const TemplateKwargs& kwargs = {}) {
+  const std::string path = with_template(template_name);
+  const auto tokenizer = load_tokenizer(path);
+  std::filesystem::remove(path);
+  return make_chat_template(*tokenizer)->render(messages, kwargs);
+}
+
+// What llama.cpp writes by its own code for the format, without jinja.
+std::string llama_cpp_rendered(const char* format, std::span<const ChatMessage> messages) {
+  std::vector<llama_chat_message> list;
+  for (const auto& m : messages) list.push_back({m.role.c_str(), m.content.c_str()});
+  std::string out(4096, '\0');
+  const int32_t n = llama_chat_apply_template(format, list.data(), list.size(), true, out.data(),
+                                              static_cast<int32_t>(out.size()));
+  EXPECT_GT(n, 0) << format;
+  return out.substr(0, static_cast<size_t>(std::max(0, n)));
+}
+
+// Without the text of the file's first token, which some templates write and the tokenizer adds in any case.
+std::string without_begin(std::string text) {
+  const std::string begin = "<|end|>";
+  return text.starts_with(begin) ? text.substr(begin.size()) : text;
+}
+
+TEST(GgmlText, RendersTheFamiliesTemplatesAsLlamaCppDoes) {
+  const std::vector<ChatMessage> turns{{"system", "Be brief."},
+                                       {"user", "Hi, who are you?"},
+                                       {"assistant", "A model.\nNothing more."},
+                                       {"user", "  Sure?  "}};
+  const auto without_system = std::span(turns).subspan(1);
+  const auto one = std::span(turns).first(2);
+  for (const char* name : {"Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B"}) {
+    EXPECT_EQ(rendered(name, turns), llama_cpp_rendered("chatml", turns)) << name;
+    EXPECT_EQ(rendered(name, one), llama_cpp_rendered("chatml", one)) << name;
+  }
+  EXPECT_EQ(without_begin(rendered("google-gemma-2-2b-it", without_system)),
+            llama_cpp_rendered("gemma", without_system));
+  // The end of a turn is the vocabulary's end token, "<|end|>" here.
+  std::string mistral = llama_cpp_rendered("mistral-v3-tekken", without_system);
+  mistral.replace(mistral.find("</s>"), 4, "<|end|>");
+  EXPECT_EQ(without_begin(rendered("mistralai-Mistral-Nemo-Instruct-2407", without_system)),
+            mistral);
+  // llama.cpp's own format for Llama 3 has no dates: they are put before the system message here.
+  const std::string dates = "Cutting Knowledge Date: December 2023\nToday Date: 1 May 2025\n\n";
+  std::vector<ChatMessage> dated = turns;
+  dated[0].content = dates + dated[0].content;
+  EXPECT_EQ(without_begin(rendered("meta-llama-Llama-3.2-3B-Instruct", turns,
+                                   {{"date_string", "\"1 May 2025\""}})),
+            llama_cpp_rendered("llama3", dated));
+}
+
+TEST(GgmlText, PassesVariablesToTheTemplate) {
+  const ChatMessage messages[] = {{"user", "Hi"}};
+  const std::string think = rendered("Qwen-Qwen3-0.6B", messages);
+  const std::string plain = rendered("Qwen-Qwen3-0.6B", messages, {{"enable_thinking", "false"}});
+  EXPECT_EQ(plain, think + "<think>\n\n</think>\n\n");
+  EXPECT_EQ(rendered("Qwen-Qwen3-0.6B", messages, {{"enable_thinking", "true"}}), think);
+  EXPECT_THROW(rendered("Qwen-Qwen3-0.6B", messages, {{"enable_thinking", "3"}}),
+               std::invalid_argument);
 }
 
 TEST(GgmlText, WritesTheChainsText) {
