@@ -11,7 +11,7 @@ exec >&2
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
-  libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev)
+  libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev libedit-dev libtomlplusplus-dev)
 # libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
 test_packages=(librapidcheck-dev clang libclang-rt-dev)
 [ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)
@@ -54,8 +54,8 @@ system_is_known() {
 list_what_is_needed() {
   say "pagedkv: this script installs packages on Debian 12 and 13 and Ubuntu 24.04 only. What is needed:"
   say "  a C++20 compiler (g++ 12 or later), make, CMake 3.25 or later, Ninja, git, Python 3.11 or later with venv,"
-  say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3"
-  say "  (libraries with their headers); for the tests also RapidCheck, and, else those tests are skipped, clang with"
+  say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3,"
+  say "  libedit 3.1, toml++ 3.3 (libraries with their headers); for the tests also RapidCheck, and, else those tests are skipped, clang with"
   say "  libFuzzer, an AArch64 cross compiler (aarch64-linux-gnu-g++), qemu-aarch64 and /usr/src/googletest."
   say "On Debian the packages are: ${packages[*]}"
   say "Install them and call again with PAGEDKV_SKIP_PACKAGES=1."

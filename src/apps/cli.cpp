@@ -135,6 +135,7 @@ void ModelOptions::add_pages(CLI::App& app) {
       ->group(group);
   dynamic_flag = name_variable(app.add_flag("--dynamic,!--no-dynamic", dynamic,
                                             "grow beyond --num-blocks (default), or not"));
+  dynamic_flag->default_str("true");
   dynamic_flag->group(group);
   add_option(app, "--sliding-window", sliding_window,
              "see the last N tokens only, in every layer (0: all; default: as the model says)")

@@ -7,10 +7,14 @@
 #include <functional>
 #include <iostream>
 #include <new>
+#include <optional>
+#include <string>
 
 #include "apps/bench.h"
 #include "apps/cli.h"
+#include "apps/manual.h"
 #include "apps/run.h"
+#include "apps/settings.h"
 #include "pagedkv/base/log.h"
 
 namespace pagedkv::apps {
@@ -38,58 +42,6 @@ int report(const std::exception& e, ExitCode code) {
   return code;
 }
 
-// A flag that sets what narrower variables refine wins over them: flags before variables.
-void prefer_flag(const std::vector<std::string>& args, std::initializer_list<const char*> flags,
-                 std::initializer_list<const char*> variables) {
-  for (const auto& arg : args)
-    for (const std::string flag : flags)
-      if (arg == flag || arg.rfind(flag + "=", 0) == 0)
-        for (const char* variable : variables) unsetenv(variable);
-}
-
-bool given(const std::vector<std::string>& args, const CLI::Option& option) {
-  std::vector<std::string> names;
-  for (const auto& name : option.get_lnames()) names.push_back("--" + name);
-  for (const auto& name : option.get_fnames()) names.push_back("--" + name);
-  for (const auto& arg : args) {
-    if (arg == "--") return false;
-    for (const auto& name : names)
-      if (arg == name || arg.rfind(name + "=", 0) == 0) return true;
-    for (const auto& name : option.get_snames())
-      if (arg.rfind("-" + name, 0) == 0) return true;
-  }
-  return false;
-}
-
-using Variables = std::vector<std::pair<std::string, std::string>>;  // flag, NAME=value
-
-// Puts the variables of flags that are not given in front of the arguments, so that a bad value is an error like any
-// other: CLI11 drops such values in some versions. Returns those it put there.
-Variables add_variables(const CLI::App& sub, std::vector<std::string>& args) {
-  Variables added;
-  for (const CLI::Option* option : sub.get_options()) {
-    const std::string variable = option->get_envname();
-    const char* value = variable.empty() ? nullptr : std::getenv(variable.c_str());
-    if (!value) continue;
-    if (std::string_view(value).find_first_not_of(" \t") == std::string_view::npos) {
-      unsetenv(variable.c_str());  // blank counts as unset; CLI11 would read it
-      continue;
-    }
-    if (given(args, *option)) continue;
-    const std::string flag = "--" + option->get_lnames().front();
-    args.insert(args.begin() + 1, std::string(flag).append("=").append(value));
-    added.emplace_back(flag, std::string(variable).append("=").append(value));
-  }
-  return added;
-}
-
-// Which variable set the flag that an error names.
-void name_variables(const std::string& error, const Variables& added) {
-  for (const auto& [flag, variable] : added)
-    if (error.find(flag + ":") != std::string::npos || error.find(flag + " ") != std::string::npos)
-      log(LogLevel::kError, flag + " was set by the variable " + variable);
-}
-
 int run_main(int argc, char** argv) {
   CLI::App app("pagedkv runs language models (GGUF) on a paged KV cache.", "pagedkv");
   app.set_version_flag("--version", PAGEDKV_VERSION_TEXT);
@@ -98,25 +50,33 @@ int run_main(int argc, char** argv) {
   std::function<int()> command;
   add_run(app, command);
   add_bench(app, command);
+  for (CLI::App* each : app.get_subcommands({})) add_configuration(*each);
+  add_manual(app, command);
   auto args = rewrite_short_flags(argc, argv);
+  const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
   const CLI::App* sub = nullptr;
-  for (const CLI::App* each : app.get_subcommands([](const CLI::App*) { return true; }))
+  for (const CLI::App* each : commands)
     if (!args.empty() && each->check_name(args[0])) sub = each;
-  if (!args.empty() && args[0].rfind('-', 0) != 0 && !sub)
-    throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are run and bench");
-  prefer_flag(args,
-              {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
-              {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});
-  Variables added;
-  if (sub) added = add_variables(*sub, args);
+  if (!args.empty() && args[0].rfind('-', 0) != 0 && !sub) {
+    std::string names;
+    for (const CLI::App* each : commands) names += (names.empty() ? "" : ", ") + each->get_name();
+    throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are " + names);
+  }
+  std::optional<Settings> settings;
+  if (sub && sub->get_option_no_throw("--config")) settings.emplace(app, *sub, args);
   std::reverse(args.begin(), args.end());  // CLI11 takes them last first
   try {
     app.parse(args);
   } catch (const CLI::ParseError& e) {
     const int code = app.exit(e);  // prints help and version on stdout, errors on stderr
-    if (code != 0) name_variables(e.what(), added);
+    if (code != 0 && settings) settings->explain(e.what());
     if (!std::cout.flush()) throw std::runtime_error("standard output: cannot be written");
     return code == 0 ? kOk : kUsage;
+  }
+  if (settings && sub->count("--print-config") > 0) {
+    if (!(std::cout << settings->show(*sub)).flush())
+      throw std::runtime_error("standard output: cannot be written");
+    return kOk;
   }
   return command();
 }

@@ -18,7 +18,9 @@
 #include <random>
 #include <sstream>
 
+#include "apps/chat.h"
 #include "apps/cli.h"
+#include "apps/conversation.h"
 #include "apps/progress.h"
 #include "engine/engine.h"
 #include "engine/text_stream.h"
@@ -38,7 +40,8 @@ struct RunOptions {
   ModelOptions model;
   std::vector<std::string> prompt;
   std::string file;
-  bool raw = false, stats = false, json = false;
+  bool raw = false, stats = false, json = false, go_on = false;
+  std::string system, template_kwargs;
   int64_t max_new_tokens = -1;
   int prefill_chunk = 0;
   SamplerOptions sampler;
@@ -59,6 +62,43 @@ std::string read_all(std::istream& in, const std::string& name) {
                                   format_bytes(kMaxPromptBytes));
   }
   return text;
+}
+
+// Without a prompt, at a terminal.
+bool is_chat(const RunOptions& o) {
+  return o.prompt.empty() && o.file.empty() && !o.raw && !o.json && isatty(STDIN_FILENO);
+}
+
+TemplateKwargs parse_kwargs(const std::string& text) {
+  TemplateKwargs out;
+  if (text.empty()) return out;
+  const auto object = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object())
+    throw std::invalid_argument("--chat-template-kwargs " + text +
+                                ": must be a JSON object, such as {\"enable_thinking\": false}");
+  for (const auto& [key, value] : object.items()) out[key] = value.dump();
+  return out;
+}
+
+// What was said before the prompt.
+Conversation begin_conversation(const RunOptions& o) {
+  Conversation out;
+  if (o.go_on) out = Conversation::load(conversation_path());
+  if (!o.system.empty()) out.set_system(o.system);
+  return out;
+}
+
+GenerationRequest make_request(const RunOptions& o) {
+  GenerationRequest request;
+  request.sampler = o.sampler;
+  request.sampler.top_k = std::max(0, o.sampler.top_k);
+  request.sampler.seed = o.seed < 0 ? std::random_device{}() : static_cast<uint64_t>(o.seed);
+  if (o.sampler.temperature > 0 && o.seed < 0)
+    log(LogLevel::kInfo, "seed " + std::to_string(request.sampler.seed));
+  request.max_new_tokens = o.max_new_tokens;
+  request.stop = o.stop;
+  request.logprobs = request.prompt_logprobs = o.json;
+  return request;
 }
 
 // The prompt from exactly one of: arguments, --file, standard input.
@@ -111,9 +151,11 @@ class RunSink final : public RequestSink {
                  ",\"logprob\":" + number(event.logprob.value_or(NAN)) + "}";
     }
     write(event.text);
+    if (options_.go_on) answer += event.text;
   }
   void on_finish(FinishReason why, std::string_view text, std::exception_ptr e) override {
     write(text);
+    if (options_.go_on) answer += text;
     reason = why;
     error = e;
     finished = Clock::now();
@@ -135,6 +177,7 @@ class RunSink final : public RequestSink {
 
   int64_t num_prompt = 0;  // prompt tokens computed; fewer than all where the run was cancelled
   int64_t num_tokens = 0;
+  std::string answer;  // with --continue
   FinishReason reason = FinishReason::kError;
   std::exception_ptr error;
   Clock::time_point first_token{}, last_token{}, finished{};
@@ -229,15 +272,17 @@ std::string stats_text(const ordered_json& stats, const ordered_json& timings) {
 
 int run(RunOptions o, Clock::time_point start) {
   o.model.num_threads = o.model.threads();  // settled once: the default follows the machine's load
-  const std::string text = read_prompt(o);
+  const bool at_terminal = is_chat(o);
+  if (o.raw && (o.go_on || !o.system.empty() || !o.template_kwargs.empty()))
+    throw std::invalid_argument(
+        "--raw has no chat template, which --system, --continue and --chat-template-kwargs need");
+  const TemplateKwargs kwargs = parse_kwargs(o.template_kwargs);
+  Conversation conversation = begin_conversation(o);
+  const std::string text = at_terminal ? "" : read_prompt(o);
   const KvSettings settings = o.model.kv_settings();
   auto m = load_model(o.model, true);
   const auto& info = m.model->info();
   const auto loaded = Clock::now();
-
-  std::vector<ChatMessage> messages{{"user", text}};
-  const std::string rendered = o.raw || !m.chat_template ? text : m.chat_template->render(messages);
-  const auto prompt = m.tokenizer->tokenize(rendered, true, !o.raw);
 
   PagePool pool(pool_options(info, settings));
   log(LogLevel::kInfo, startup_line(info, settings, pool, o.model.threads()));
@@ -249,17 +294,16 @@ int run(RunOptions o, Clock::time_point start) {
       *m.model, *m.tokenizer, pool, [&](const SamplerOptions& s) { return m.make_sampler(s); },
       engine_options);
 
-  GenerationRequest request;
-  request.prompt = prompt;
-  request.sampler = o.sampler;
-  request.sampler.top_k = std::max(0, o.sampler.top_k);
-  request.sampler.seed = o.seed < 0 ? std::random_device{}() : static_cast<uint64_t>(o.seed);
-  if (o.sampler.temperature > 0 && o.seed < 0)
-    log(LogLevel::kInfo, "seed " + std::to_string(request.sampler.seed));
-  request.max_new_tokens = o.max_new_tokens;
-  request.stop = o.stop;
-  request.logprobs = request.prompt_logprobs = o.json;
+  GenerationRequest request = make_request(o);
+  if (at_terminal)
+    return chat({engine, pool, m, std::move(conversation), kwargs, std::move(request),
+                 conversation_path()});
 
+  conversation.add("user", text);
+  const std::string rendered =
+      o.raw ? text : m.chat_template->render(conversation.messages(), kwargs);
+  const auto prompt = m.tokenizer->tokenize(rendered, true, !o.raw);
+  request.prompt = prompt;
   RunSink sink(o, *m.tokenizer, prompt);
   std::signal(SIGINT, on_signal);
   std::signal(SIGTERM, on_signal);
@@ -269,6 +313,10 @@ int run(RunOptions o, Clock::time_point start) {
     if (g_signals.load() > 0) engine.cancel(id);
   if (!o.json && !sink.ends_with_newline) std::fputs("\n", stdout);
   if (sink.error) std::rethrow_exception(sink.error);
+  if (o.go_on) {
+    conversation.add("assistant", sink.answer);
+    conversation.save(conversation_path());
+  }
 
   const int64_t num_prompt = sink.num_prompt;
   const auto first = sink.num_tokens ? sink.first_token : sink.finished;
@@ -304,13 +352,24 @@ int run(RunOptions o, Clock::time_point start) {
 void add_run(CLI::App& app, std::function<int()>& command) {
   const auto start = Clock::now();
   auto o = std::make_shared<RunOptions>();
-  auto* sub = app.add_subcommand("run", "write text from a prompt")->alias("generate");
+  auto* sub = app.add_subcommand("run", "write text from a prompt, or chat at a terminal")
+                  ->alias("generate");
   sub->add_option(
       "-p,--prompt,prompt", o->prompt,
       "the prompt, with or without the flag (else --file or, also as -, standard input)");
   sub->add_option("-f,--file", o->file, "read the prompt from a file")->type_name("FILE");
   name_variable(
       sub->add_flag("--raw", o->raw, "the prompt as it is, without the model's chat template"));
+  add_option(*sub, "--system", o->system, "a system message before the first prompt")
+      ->type_name("TEXT")
+      ->default_str("");
+  name_variable(
+      sub->add_flag("--continue", o->go_on,
+                    "go on with the last conversation (that was held at a terminal or continued)"));
+  add_option(*sub, "--chat-template-kwargs", o->template_kwargs,
+             "variables of the chat template, e.g. {\"enable_thinking\": false}")
+      ->type_name("JSON")
+      ->default_str("");
   o->model.add_model(*sub);
   add_option(*sub, "-n,--predict,--max-tokens", o->max_new_tokens,
              "most tokens to generate (-1: until the model ends or the context is full)")

@@ -375,5 +375,130 @@ TEST_F(Cli, BenchTimesOneAttentionCase) {
   }
 }
 
+nlohmann::json json_of(const Result& r) {
+  EXPECT_EQ(r.code, 0) << r.err;
+  return nlohmann::json::parse(r.out);
+}
+
+TEST_F(Cli, TheConfigurationFileSetsFlags) {
+  const std::string config =
+      file("c.toml",
+           "kv-cache-dtype = 'q8'  # of every subcommand\n"
+           "output = 'json'        # bench has it, run has not\n"
+           "[run]\nmax_tokens = 7\nblock-size = 8\ndynamic = false\nstop = ['Z\\n', 'end']\n"
+           "[bench]\nrepetitions = 2\n");
+  const std::string args = "run -m toy: --json --config " + config;
+  const auto from_file = json_of(run(args + " hello"));
+  EXPECT_EQ(from_file["usage"]["completion_tokens"], 7);
+  EXPECT_EQ(from_file["stats"]["page_format"], "q8");
+  EXPECT_EQ(from_file["stats"]["page_size"], 8);
+  // Variables go before the file, flags before variables.
+  const auto mixed = json_of(run(args + " -n 5 hello", "PAGEDKV_PREDICT=6 PAGEDKV_BLOCK_SIZE=4"));
+  EXPECT_EQ(mixed["usage"]["completion_tokens"], 5);
+  EXPECT_EQ(mixed["stats"]["page_size"], 4);
+  EXPECT_EQ(json_of(run("run -m toy: --json hello",
+                        "PAGEDKV_CONFIG=" + config))["usage"]["completion_tokens"],
+            7);
+  EXPECT_EQ(json_of(run("run -m toy: --json -n 3 --config none hello",
+                        "PAGEDKV_CONFIG=" + config))["stats"]["page_format"],
+            "f16");
+}
+
+TEST_F(Cli, TheConfigurationFileHasAPlace) {
+  std::filesystem::create_directories(dir / "pagedkv");
+  std::ofstream(dir / "pagedkv/config.toml") << "predict = 4\n";
+  const std::string before = "XDG_CONFIG_HOME=" + dir.string();
+  EXPECT_EQ(json_of(run("run -m toy: --json hello", before))["usage"]["completion_tokens"], 4);
+}
+
+TEST_F(Cli, ABroadFlagWinsOverNarrowSettingsOfTheFile) {
+  const std::string config = file("c.toml", "cache-type-k = 'q4'\n");
+  EXPECT_EQ(json_of(run("run -m toy: --json -n 1 x --config " + config))["stats"]["page_format"],
+            "k=q4,v=f16");
+  EXPECT_EQ(json_of(run("run -m toy: --json -n 1 x --kv-cache-dtype q8 --config " +
+                        config))["stats"]["page_format"],
+            "q8");
+}
+
+TEST_F(Cli, BadConfigurationIsNamedWithItsLine) {
+  const struct {
+    const char* text;
+    const char* says;
+  } cases[] = {
+      {"predict = 4\nfrobnicate = 1\n", "c.toml:2: frobnicate"},
+      {"[fly]\nx = 1\n", "c.toml:1: [fly]"},
+      {"[run]\n\noutput = 'json'\n", "c.toml:3: output"},
+      {"[run.deep]\nx = 1\n", "c.toml:1: deep"},
+      {"dynamic = 3\n", "c.toml:1: dynamic: must be true or false"},
+      {"predict = 1979-05-27\n", "c.toml:1: predict"},
+      {"predict = \n", "c.toml:1: "},
+      {"x = 1\nx = 2\n", "c.toml:2: "},
+      {"\n[run]\nblock-size = 999\n", "--block-size was set by"},
+      {"[run]\nexact = 'maybe'\n", "c.toml:2"},
+  };
+  for (const auto& c : cases) {
+    const auto r = run("run -m toy: x --config " + file("c.toml", c.text));
+    EXPECT_EQ(r.code, 2) << c.text;
+    EXPECT_NE(r.err.find(c.says), std::string::npos) << c.text << r.err;
+  }
+  EXPECT_EQ(run("run -m toy: x --config /nonexistent.toml").code, 2);
+}
+
+TEST_F(Cli, PrintsSettingsWithTheirSources) {
+  const std::string config = file("c.toml", "[run]\nstop = ['a\"b', 'c']\ntop-p = 0.5\n");
+  const std::string args = "run -m toy: --print-config --no-dynamic --config " + config;
+  const auto r = run(args, "PAGEDKV_BLOCK_SIZE=4");
+  EXPECT_EQ(r.code, 0) << r.err;
+  for (const char* line :
+       {"block-size = 4 ", "# PAGEDKV_BLOCK_SIZE", "top-p = 0.5 ", "c.toml:3", "dynamic = false ",
+        "model = \"toy:\" ", "stop = [\"a\\\"b\", \"c\"]", "# num-blocks = ", "raw = false "})
+    EXPECT_NE(r.out.find(line), std::string::npos) << line << " in\n" << r.out;
+  // What it prints is a configuration file with the same meaning.
+  const auto again = run("run --print-config --config " + file("again.toml", r.out));
+  const auto settings = [](const std::string& text) {
+    std::istringstream in(text);
+    std::string out;
+    for (std::string line; std::getline(in, line);)
+      if (!line.starts_with('#')) out += line.substr(0, line.find(" # ")) + '\n';
+    return out;
+  };
+  EXPECT_EQ(settings(again.out), settings(r.out)) << again.err;
+}
+
+TEST_F(Cli, CompletionsAndManualAreMadeFromTheFlags) {
+  const std::string script = file("completion.bash", run("completion bash").out);
+  const auto complete = [&](const std::string& words, int at) {
+    const std::string out = (dir / "words").string();
+    const std::string command = "bash -c '. " + script + "; COMP_WORDS=(" + words +
+                                "); COMP_CWORD=" + std::to_string(at) +
+                                "; _pagedkv; echo ${COMPREPLY[@]}' >" + out;
+    EXPECT_EQ(std::system(command.c_str()), 0);
+    return slurp(out);
+  };
+  EXPECT_EQ(complete("pagedkv be", 1), "bench\n");
+  EXPECT_EQ(complete("pagedkv run --kv-cache-m", 2), "--kv-cache-memory-bytes\n");
+  EXPECT_EQ(complete("pagedkv run --exact o", 3), "on off\n");
+  EXPECT_EQ(complete("pagedkv run mod", 2), "\n");
+  for (const char* shell : {"zsh", "fish"})
+    EXPECT_NE(run(std::string("completion ") + shell).out.find("kv-cache-dtype"),
+              std::string::npos);
+  EXPECT_EQ(run("completion csh").code, 2);
+  const auto manual = run("manual");
+  EXPECT_EQ(manual.code, 0);
+  EXPECT_TRUE(manual.out.starts_with(".TH PAGEDKV 1"));
+  for (const char* text : {"\\-\\-kv\\-cache\\-dtype", "PAGEDKV_BLOCK_SIZE", ".SH PAGEDKV BENCH"})
+    EXPECT_NE(manual.out.find(text), std::string::npos) << text;
+}
+
+TEST_F(Cli, RunTakesASystemMessageAndTemplateVariables) {
+  const std::string tiny = "run -m " + quoted_model("model-variants/tied.gguf") + " -n 3 ";
+  EXPECT_EQ(run(tiny + "--system 'Be brief.' Hi").out,
+            run(tiny + "--raw 'system: Be brief.\nuser: Hi\nassistant:'").out);
+  EXPECT_EQ(run("run -m toy: x --raw --system y").code, 2);
+  EXPECT_EQ(run("run -m toy: x --chat-template-kwargs '[1]'").code, 2);
+  EXPECT_EQ(run(tiny + "x --chat-template-kwargs '{\"enable_thinking\": 3}'").code, 2);
+  EXPECT_EQ(run("run -m toy: x --continue", "XDG_STATE_HOME=" + dir.string()).code, 2);
+}
+
 }  // namespace
 }  // namespace pagedkv
