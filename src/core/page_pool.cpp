@@ -85,6 +85,7 @@ struct PagePool::Impl {
   bool refuse(Refusal why, std::string text);
 
   int64_t committed_bytes() const noexcept;
+  int64_t held_bytes() const noexcept;
   int group_index(const PageGroup* group) const noexcept {
     return static_cast<int>(group - groups.data());
   }
@@ -193,6 +194,12 @@ int64_t PagePool::Impl::committed_bytes() const noexcept {
   return sum;
 }
 
+int64_t PagePool::Impl::held_bytes() const noexcept {
+  int64_t sum = 0;
+  for (const PageGroup& g : groups) sum += g.num_held() * g.page_bytes();
+  return sum;
+}
+
 // ---- allocation
 
 bool PagePool::try_allocate(int group, std::span<PageId> out, int64_t room) {
@@ -211,6 +218,7 @@ bool PagePool::try_allocate(std::span<const PageRequest> requests) {
     p.pages_held += static_cast<int64_t>(r.out.size());
   }
   p.counters.pages_peak = std::max(p.counters.pages_peak, p.pages_held);
+  p.counters.bytes_peak = std::max(p.counters.bytes_peak, p.held_bytes());
   ++p.counters.allocations;
   p.refusal = Refusal::kNone;
   return true;
@@ -402,8 +410,8 @@ PagePoolStats PagePool::stats() const noexcept {
     s.pages_committed += g.num_committed();
     s.pages_held += g.num_held();
     s.bytes_reserved += g.reserved_bytes();
-    s.bytes_in_use += g.num_held() * g.page_bytes();
   }
+  s.bytes_in_use = impl_->held_bytes();
   s.bytes_committed = impl_->committed_bytes();
   return s;
 }
