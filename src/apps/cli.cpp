@@ -142,7 +142,7 @@ void ModelOptions::add_pages(CLI::App& app) {
       ->type_name("INT")
       ->check(CLI::Range(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()))
       ->group(group);
-  add_option(app, "--kv-cache-memory-bytes", max_bytes,
+  add_option(app, "--kv-cache-memory-bytes,--max-bytes", max_bytes,
              "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
       ->default_str("")
       ->type_name("SIZE")

@@ -169,4 +169,12 @@ int64_t available_memory(const std::string& root) {
                    left_in_hierarchy(root, cgroups, mounts, true)});
 }
 
+PoolLimit pool_limit(const PagePoolOptions& options, int64_t available,
+                     int64_t committed) noexcept {
+  const int64_t more = std::max<int64_t>(0, available - options.headroom_bytes);
+  const int64_t machine = more > kUnlimitedBytes - committed ? kUnlimitedBytes : committed + more;
+  if (options.max_bytes > 0 && options.max_bytes <= machine) return {options.max_bytes, false};
+  return {machine, true};
+}
+
 }  // namespace pagedkv
