@@ -10,6 +10,7 @@
 
 #include "apps/bench.h"
 #include "apps/cli.h"
+#include "apps/doctor.h"
 #include "apps/plan.h"
 #include "apps/run.h"
 #include "pagedkv/base/log.h"
@@ -25,9 +26,7 @@ void connect_log() {
     static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())
         ->set_color_mode(spdlog::color_mode::never);
   set_log_sink([](LogLevel level, std::string_view text) {
-    std::string message(text);  // may quote a file: nothing in it may steer a terminal
-    for (char& c : message)
-      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+    const std::string message = printable(std::string(text));
     if (level == LogLevel::kInfo) spdlog::info("{}", message);
     if (level == LogLevel::kWarning) spdlog::warn("warning: {}", message);
     if (level == LogLevel::kError) spdlog::error("error: {}", message);
@@ -100,13 +99,14 @@ int run_main(int argc, char** argv) {
   add_run(app, command);
   add_bench(app, command);
   add_plan(app, command);
+  add_doctor(app, command);
   auto args = rewrite_short_flags(argc, argv);
   const CLI::App* sub = nullptr;
   for (const CLI::App* each : app.get_subcommands([](const CLI::App*) { return true; }))
     if (!args.empty() && each->check_name(args[0])) sub = each;
   if (!args.empty() && args[0].rfind('-', 0) != 0 && !sub)
     throw std::invalid_argument("\"" + args[0] +
-                                "\" is no subcommand: there are run, bench and plan");
+                                "\" is no subcommand: there are run, bench, plan and doctor");
   prefer_flag(args,
               {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
               {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});

@@ -142,10 +142,6 @@ ordered_json plan_json(const std::string& path, const ModelInfo& model, const Kv
       {"assumptions", assumed}};
 }
 
-std::string show_bytes(int64_t bytes) {
-  return bytes == kUnlimitedBytes ? "unlimited" : format_bytes(bytes);
-}
-
 std::string groups_text(const ModelInfo& model) {
   std::string out;
   for (const LayerGroupSpec& group : model.groups) {
@@ -181,12 +177,13 @@ std::string plan_text(const ModelInfo& model, const KvSettings& settings, const 
   std::string out = model.description + " | " + groups_text(model) + " | context " +
                     std::to_string(plan.context) + " tokens, pages of " +
                     std::to_string(settings.page_size) + "\n";
-  out += "memory for pages: " + show_bytes(plan.bytes) +
-         (plan.by_machine ? " = available " + show_bytes(plan.available) + " - headroom " +
-                                show_bytes(plan.headroom) + " - weights " +
-                                show_bytes(plan.weights) + " - compute " + show_bytes(plan.compute)
-                          : " (--kv-cache-memory-bytes)") +
-         "\n\n";
+  out +=
+      "memory for pages: " + format_bytes(plan.bytes) +
+      (plan.by_machine ? " = available " + format_bytes(plan.available) + " - headroom " +
+                             format_bytes(plan.headroom) + " - weights " +
+                             format_bytes(plan.weights) + " - compute " + format_bytes(plan.compute)
+                       : " (--kv-cache-memory-bytes)") +
+      "\n\n";
   std::vector<std::vector<std::string>> rows{
       {"format", "bytes/token", "context", "tokens in all", "longest"}};
   for (const int64_t length : plan.lengths)

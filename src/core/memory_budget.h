@@ -22,6 +22,13 @@ inline constexpr int64_t kUnlimitedBytes = std::numeric_limits<int64_t>::max();
 // `root` is put before every path that is read (tests).
 int64_t available_memory(const std::string& root = {});
 
+// The most it may use in all: the least of MemTotal and the limits of the same cgroups.
+int64_t memory_limit(const std::string& root = {});
+
+// With vm.overcommit_memory = 2 the kernel refuses writable memory beyond CommitLimit, touched or not: what is left of
+// it. kUnlimitedBytes in the other modes.
+int64_t commit_room(const std::string& root = {});
+
 // The most bytes a pool may have committed.
 struct PoolLimit {
   int64_t bytes;
