@@ -37,7 +37,7 @@ LLAMA_COMMON_HOME = "models/ggml"
 
 # POSIX, Linux and compiler headers that any layer may use, public headers excepted.
 SYSTEM = re.compile(
-    r"(sys|linux)/\w+\.h|(unistd|fcntl|sched|pthread|signal|dlfcn|poll|dirent|termios|getopt|immintrin|cpuid)\.h")
+    r"(sys|linux|netinet|arpa)/\w+\.h|(unistd|fcntl|sched|pthread|signal|dlfcn|poll|dirent|termios|getopt|immintrin|cpuid)\.h")
 STANDARD = re.compile(r"[a-z_]+")  # C++ standard headers have neither folder nor suffix
 
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)

@@ -29,7 +29,7 @@
 #include "append_problem.h"
 #include "apps/attention_problem.h"
 #include "apps/cpu_name.h"
-#include "machine_peaks.h"
+#include "apps/machine_peaks.h"
 
 namespace {
 
@@ -38,6 +38,7 @@ using namespace pagedkv::bench;
 using apps::AttentionCase;
 using apps::AttentionProblem;
 using apps::CallTimes;
+using apps::MachinePeaks;
 using nlohmann::ordered_json;
 
 constexpr const char* kUsage =

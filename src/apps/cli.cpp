@@ -15,6 +15,7 @@
 
 #include "apps/progress.h"
 #include "base/units.h"
+#include "core/memory_budget.h"
 #include "engine/threads.h"
 #include "models/ggml/ggml_model.h"
 #include "models/ggml/ggml_text.h"
@@ -37,7 +38,14 @@ ExactMode parse_exact(const std::string& word) {
 
 }  // namespace
 
+std::string printable(std::string text) {
+  for (char& c : text)
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  return text;
+}
+
 std::string format_bytes(int64_t bytes) {
+  if (bytes == kUnlimitedBytes) return "unlimited";
   constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double x = static_cast<double>(bytes);
   int unit = 0;
@@ -143,7 +151,7 @@ void ModelOptions::add_pages(CLI::App& app) {
       ->type_name("INT")
       ->check(CLI::Range(std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()))
       ->group(group);
-  add_option(app, "--kv-cache-memory-bytes", max_bytes,
+  add_option(app, "--kv-cache-memory-bytes,--max-bytes", max_bytes,
              "most bytes for pages, e.g. 512MiB (default: what the machine allows)")
       ->default_str("")
       ->type_name("SIZE")

@@ -19,9 +19,10 @@ enum ExitCode : int {
   kOk = 0,
   kFailure = 1,
   kUsage = 2,
-  kModel = 4,        // unsupported or corrupt
-  kEnvironment = 5,  // no device, a folder that cannot be used
-  kResource = 6,     // does not fit
+  kVerification = 3,  // a result differs from what defines it
+  kModel = 4,         // unsupported or corrupt
+  kEnvironment = 5,   // no device, a folder that cannot be used
+  kResource = 6,      // does not fit
   kInterrupted = 130,
 };
 
@@ -30,7 +31,10 @@ struct EnvironmentError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// "1.5 GiB"
+// `text`, which may quote a file, so that nothing in it steers a terminal.
+std::string printable(std::string text);
+
+// "1.5 GiB"; kUnlimitedBytes: "unlimited"
 std::string format_bytes(int64_t bytes);
 
 // Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.

@@ -12,7 +12,9 @@
 
 #include "apps/bench.h"
 #include "apps/cli.h"
+#include "apps/doctor.h"
 #include "apps/manual.h"
+#include "apps/plan.h"
 #include "apps/run.h"
 #include "apps/settings.h"
 #include "pagedkv/base/log.h"
@@ -28,9 +30,7 @@ void connect_log() {
     static_cast<spdlog::sinks::stderr_color_sink_mt*>(logger->sinks().front().get())
         ->set_color_mode(spdlog::color_mode::never);
   set_log_sink([](LogLevel level, std::string_view text) {
-    std::string message(text);  // may quote a file: nothing in it may steer a terminal
-    for (char& c : message)
-      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+    const std::string message = printable(std::string(text));
     if (level == LogLevel::kInfo) spdlog::info("{}", message);
     if (level == LogLevel::kWarning) spdlog::warn("warning: {}", message);
     if (level == LogLevel::kError) spdlog::error("error: {}", message);
@@ -50,6 +50,8 @@ int run_main(int argc, char** argv) {
   std::function<int()> command;
   add_run(app, command);
   add_bench(app, command);
+  add_plan(app, command);
+  add_doctor(app, command);
   for (CLI::App* each : app.get_subcommands({})) add_configuration(*each);
   add_manual(app, command);
   auto args = rewrite_short_flags(argc, argv);

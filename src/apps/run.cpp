@@ -220,31 +220,32 @@ int64_t peak_rss_bytes() {
   return int64_t{usage.ru_maxrss} * 1024;
 }
 
-ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_t tokens,
-                        int64_t peak_pages) {
+ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_t tokens) {
   const auto s = pool.stats();
-  return {{"page_format", format_label(settings)},
-          {"page_size", pool.page_size()},
-          {"pages_peak", peak_pages},
-          {"pages_capacity", s.pages_capacity},
-          {"pages_committed", s.pages_committed},
-          {"num_blocks_needed", peak_pages},
-          {"tokens", tokens},
-          {"block_utilization", peak_pages ? static_cast<double>(tokens) /
-                                                 static_cast<double>(peak_pages * pool.page_size())
-                                           : 0.0},
-          {"bytes_per_token", pool.bytes_per_token()},
-          {"bytes_in_use", peak_pages * pool.page_size() * pool.bytes_per_token()},
-          {"bytes_committed", s.bytes_committed},
-          {"bytes_resident", pool.bytes_resident()},
-          {"bytes_reserved", s.bytes_reserved},
-          {"bytes_limit", s.bytes_limit},
-          {"bytes_moved", s.bytes_moved},
-          {"grow_events", s.grow_events},
-          {"commit_events", s.commit_events},
-          {"allocations", s.allocations},
-          {"refusals", s.refusals},
-          {"peak_rss_bytes", peak_rss_bytes()}};
+  // Pages are counted over all layer groups; a sequence holds equally many in each.
+  const int64_t blocks = s.pages_peak / pool.num_groups();
+  return {
+      {"page_format", format_label(settings)},
+      {"page_size", pool.page_size()},
+      {"pages_peak", s.pages_peak},
+      {"pages_capacity", s.pages_capacity},
+      {"pages_committed", s.pages_committed},
+      {"num_blocks_needed", blocks},
+      {"tokens", tokens},
+      {"block_utilization",
+       blocks ? static_cast<double>(tokens) / static_cast<double>(blocks * pool.page_size()) : 0.0},
+      {"bytes_per_token", pool.bytes_per_token()},
+      {"bytes_in_use", s.bytes_peak},
+      {"bytes_committed", s.bytes_committed},
+      {"bytes_resident", pool.bytes_resident()},
+      {"bytes_reserved", s.bytes_reserved},
+      {"bytes_limit", s.bytes_limit},
+      {"bytes_moved", s.bytes_moved},
+      {"grow_events", s.grow_events},
+      {"commit_events", s.commit_events},
+      {"allocations", s.allocations},
+      {"refusals", s.refusals},
+      {"peak_rss_bytes", peak_rss_bytes()}};
 }
 
 std::string stats_text(const ordered_json& stats, const ordered_json& timings) {
@@ -334,7 +335,7 @@ int run(RunOptions o, Clock::time_point start) {
       {"first_token_ms", ms_between(start, first)}};
   // The newest token is never stored: nothing follows it.
   const int64_t stored = num_prompt + std::max<int64_t>(0, sink.num_tokens - 1);
-  const auto stats = stats_json(pool, settings, stored, pool.stats().pages_peak);
+  const auto stats = stats_json(pool, settings, stored);
   if (o.json) {
     const auto all = static_cast<int64_t>(prompt.size());
     const ordered_json usage{{"prompt_tokens", all},

@@ -87,14 +87,20 @@ std::optional<int64_t> read_field(const std::string& path, std::string_view key)
   return std::nullopt;
 }
 
-// What one cgroup leaves, its ancestors aside.
-int64_t left_in_cgroup(const std::string& folder, const CgroupFiles& files) {
+// What one cgroup may use, its ancestors aside.
+int64_t limit_of_cgroup(const std::string& folder, const CgroupFiles& files) {
   const auto limit = read_bytes(folder + files.limit);
-  if (!limit || *limit >= kNoLimit) return kUnlimitedBytes;
+  return !limit || *limit >= kNoLimit ? kUnlimitedBytes : *limit;
+}
+
+// What it leaves.
+int64_t left_in_cgroup(const std::string& folder, const CgroupFiles& files) {
+  const int64_t limit = limit_of_cgroup(folder, files);
+  if (limit == kUnlimitedBytes) return kUnlimitedBytes;
   const auto usage = read_bytes(folder + files.usage);
   if (!usage) return kUnlimitedBytes;
   const int64_t cache = read_field(folder + "/memory.stat", files.inactive_file).value_or(0);
-  return std::max<int64_t>(0, *limit - *usage + std::min(cache, *usage));
+  return std::max<int64_t>(0, limit - *usage + std::min(cache, *usage));
 }
 
 // The process's place in the v1 memory hierarchy (lines "4:memory:/path") or in v2 ("0::/path").
@@ -134,8 +140,11 @@ std::optional<Mount> cgroup_mount(std::string_view mounts, bool v2) {
   return std::nullopt;
 }
 
-int64_t left_in_hierarchy(const std::string& root, const std::string& cgroups,
-                          const std::string& mounts, bool v2) {
+using AskCgroup = int64_t (*)(const std::string& folder, const CgroupFiles& files);
+
+// The least that `ask` tells of the process's cgroup and of each of its ancestors.
+int64_t least_in_hierarchy(const std::string& root, const std::string& cgroups,
+                           const std::string& mounts, bool v2, AskCgroup ask) {
   const auto path = cgroup_path(cgroups, v2);
   const auto mount = cgroup_mount(mounts, v2);
   if (!path || !mount) return kUnlimitedBytes;
@@ -146,27 +155,51 @@ int64_t left_in_hierarchy(const std::string& root, const std::string& cgroups,
     below = below.starts_with(mount->root) ? below.substr(mount->root.size()) : "";
   if (below.find("..") != std::string::npos) below.clear();
 
-  int64_t left = kUnlimitedBytes;
+  int64_t least = kUnlimitedBytes;
   for (;;) {
-    left = std::min(left, left_in_cgroup(root + mount->point + below, v2 ? kV2 : kV1));
+    least = std::min(least, ask(root + mount->point + below, v2 ? kV2 : kV1));
     const size_t slash = below.rfind('/');
-    if (slash == std::string::npos) return left;
+    if (slash == std::string::npos) return least;
     below.resize(slash);
   }
 }
 
-int64_t left_in_machine(const std::string& root) {
-  const auto kib = read_field(root + "/proc/meminfo", "MemAvailable:");
-  return kib ? *kib * 1024 : kUnlimitedBytes;
+int64_t least_in_cgroups(const std::string& root, AskCgroup ask) {
+  const std::string cgroups = read_text(root + "/proc/self/cgroup");
+  const std::string mounts = read_text(root + "/proc/self/mountinfo");
+  return std::min(least_in_hierarchy(root, cgroups, mounts, false, ask),
+                  least_in_hierarchy(root, cgroups, mounts, true, ask));
+}
+
+int64_t meminfo(const std::string& root, std::string_view key) {
+  const auto kib = read_field(root + "/proc/meminfo", key);
+  return kib && *kib < kUnlimitedBytes / 1024 ? *kib * 1024 : kUnlimitedBytes;
 }
 
 }  // namespace
 
 int64_t available_memory(const std::string& root) {
-  const std::string cgroups = read_text(root + "/proc/self/cgroup");
-  const std::string mounts = read_text(root + "/proc/self/mountinfo");
-  return std::min({left_in_machine(root), left_in_hierarchy(root, cgroups, mounts, false),
-                   left_in_hierarchy(root, cgroups, mounts, true)});
+  return std::min(meminfo(root, "MemAvailable:"), least_in_cgroups(root, left_in_cgroup));
+}
+
+int64_t memory_limit(const std::string& root) {
+  return std::min(meminfo(root, "MemTotal:"), least_in_cgroups(root, limit_of_cgroup));
+}
+
+int64_t commit_room(const std::string& root) {
+  const std::string mode = read_text(root + "/proc/sys/vm/overcommit_memory");
+  if (!mode.starts_with('2')) return kUnlimitedBytes;
+  const int64_t limit = meminfo(root, "CommitLimit:");
+  const int64_t used = meminfo(root, "Committed_AS:");
+  return used == kUnlimitedBytes ? limit : std::max<int64_t>(0, limit - used);
+}
+
+PoolLimit pool_limit(const PagePoolOptions& options, int64_t available,
+                     int64_t committed) noexcept {
+  const int64_t more = std::max<int64_t>(0, available - options.headroom_bytes);
+  const int64_t machine = more > kUnlimitedBytes - committed ? kUnlimitedBytes : committed + more;
+  if (options.max_bytes > 0 && options.max_bytes <= machine) return {options.max_bytes, false};
+  return {machine, true};
 }
 
 }  // namespace pagedkv

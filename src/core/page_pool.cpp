@@ -46,12 +46,6 @@ int64_t grown_pages(int64_t current, int64_t required, int64_t window_pages) noe
 struct PagePool::Impl {
   explicit Impl(PagePoolOptions o) : options(std::move(o)), random(options.shuffle_seed) {}
 
-  // The most bytes the pool may have committed.
-  struct Limit {
-    int64_t bytes;
-    bool by_machine;  // else by max_bytes
-  };
-
   // What a request that needs memory makes of its group.
   struct Plan {
     PageGroup* group;
@@ -73,18 +67,19 @@ struct PagePool::Impl {
   int64_t default_max_pages(int64_t page_bytes) const;
   void check_start() const;
   int64_t ask_machine() const;
-  Limit limit() const;
-  std::string limit_text(Limit limit) const;
+  PoolLimit limit() const;
+  std::string limit_text(PoolLimit limit) const;
 
   bool make_room(std::span<const PageRequest> requests);
   bool grow(std::span<Plan> plans);
   bool check_capacity(const Plan& plan);
-  bool check_budget(std::span<const Plan> plans, int64_t left, Limit limit);
+  bool check_budget(std::span<const Plan> plans, int64_t left, PoolLimit limit);
   void choose_sizes(std::span<Plan> plans, int64_t left) const;
   bool commit(std::span<const Plan> plans);
   bool refuse(Refusal why, std::string text);
 
   int64_t committed_bytes() const noexcept;
+  int64_t held_bytes() const noexcept;
   int group_index(const PageGroup* group) const noexcept {
     return static_cast<int>(group - groups.data());
   }
@@ -158,7 +153,7 @@ int64_t PagePool::Impl::default_max_pages(int64_t page_bytes) const {
 }
 
 void PagePool::Impl::check_start() const {
-  const Limit most = limit();
+  const PoolLimit most = limit();
   const int64_t pages = options.dynamic ? 1 : options.num_pages;
   if (pages > most.bytes / bytes_per_page)
     throw MemoryError(count_of(pages, "page") + " of each layer group need " +
@@ -172,16 +167,11 @@ int64_t PagePool::Impl::ask_machine() const {
       0, options.available_bytes ? options.available_bytes() : available_memory());
 }
 
-PagePool::Impl::Limit PagePool::Impl::limit() const {
-  const int64_t available = ask_machine();
-  const int64_t committed = committed_bytes();
-  const int64_t more = std::max<int64_t>(0, available - options.headroom_bytes);
-  const int64_t machine = more > kUnlimitedBytes - committed ? kUnlimitedBytes : committed + more;
-  if (options.max_bytes > 0 && options.max_bytes <= machine) return {options.max_bytes, false};
-  return {machine, true};
+PoolLimit PagePool::Impl::limit() const {
+  return pool_limit(options, ask_machine(), committed_bytes());
 }
 
-std::string PagePool::Impl::limit_text(Limit limit) const {
+std::string PagePool::Impl::limit_text(PoolLimit limit) const {
   if (!limit.by_machine) return "the byte budget is " + std::to_string(limit.bytes);
   return "the machine allows the pool " + std::to_string(limit.bytes) + " (headroom " +
          std::to_string(options.headroom_bytes) + ")";
@@ -190,6 +180,12 @@ std::string PagePool::Impl::limit_text(Limit limit) const {
 int64_t PagePool::Impl::committed_bytes() const noexcept {
   int64_t sum = 0;
   for (const PageGroup& g : groups) sum += g.num_committed() * g.page_bytes();
+  return sum;
+}
+
+int64_t PagePool::Impl::held_bytes() const noexcept {
+  int64_t sum = 0;
+  for (const PageGroup& g : groups) sum += g.num_held() * g.page_bytes();
   return sum;
 }
 
@@ -211,6 +207,7 @@ bool PagePool::try_allocate(std::span<const PageRequest> requests) {
     p.pages_held += static_cast<int64_t>(r.out.size());
   }
   p.counters.pages_peak = std::max(p.counters.pages_peak, p.pages_held);
+  p.counters.bytes_peak = std::max(p.counters.bytes_peak, p.held_bytes());
   ++p.counters.allocations;
   p.refusal = Refusal::kNone;
   return true;
@@ -234,7 +231,7 @@ bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
 }
 
 bool PagePool::Impl::grow(std::span<Plan> plans) {
-  const Limit most = limit();
+  const PoolLimit most = limit();
   counters.bytes_limit = most.bytes;
   const int64_t left = std::max<int64_t>(0, most.bytes - committed_bytes());
   if (!check_budget(plans, left, most)) return false;
@@ -247,7 +244,7 @@ bool PagePool::Impl::check_capacity(const Plan& plan) {
   const int64_t most = options.dynamic ? g.max_pages() : g.capacity();
   if (plan.required <= most) return true;
   if (options.dynamic && options.max_pages == 0) {  // the address space was sized by the budget
-    const Limit limit = this->limit();
+    const PoolLimit limit = this->limit();
     const int64_t left = std::max<int64_t>(0, limit.bytes - committed_bytes());
     if (!check_budget({&plan, 1}, left, limit)) return false;
   }
@@ -258,7 +255,7 @@ bool PagePool::Impl::check_capacity(const Plan& plan) {
                                         std::to_string(most));
 }
 
-bool PagePool::Impl::check_budget(std::span<const Plan> plans, int64_t left, Limit limit) {
+bool PagePool::Impl::check_budget(std::span<const Plan> plans, int64_t left, PoolLimit limit) {
   int64_t bytes = 0;
   for (const Plan& plan : plans) bytes += plan.new_bytes(plan.required);
   if (bytes <= left) return true;
@@ -402,8 +399,8 @@ PagePoolStats PagePool::stats() const noexcept {
     s.pages_committed += g.num_committed();
     s.pages_held += g.num_held();
     s.bytes_reserved += g.reserved_bytes();
-    s.bytes_in_use += g.num_held() * g.page_bytes();
   }
+  s.bytes_in_use = impl_->held_bytes();
   s.bytes_committed = impl_->committed_bytes();
   return s;
 }

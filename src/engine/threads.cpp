@@ -13,13 +13,14 @@ namespace pagedkv {
 namespace {
 
 // The CPU quota of this process's cgroup in cores; 0: none. cgroup v2 says "max 100000" or "150000 100000".
-double cgroup_cores() {
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
+double cgroup_cores(const std::string& root) {
+  std::ifstream v2(root + "/sys/fs/cgroup/cpu.max");
   std::string quota;
   double period = 0;
   if (v2 >> quota >> period && quota != "max" && period > 0)
     return std::atof(quota.c_str()) / period;
-  std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  std::ifstream q(root + "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+      p(root + "/sys/fs/cgroup/cpu/cpu.cfs_period_us");
   double us = 0;
   if (q >> us && p >> period && us > 0 && period > 0) return us / period;
   return 0;
@@ -27,12 +28,12 @@ double cgroup_cores() {
 
 }  // namespace
 
-int usable_cores() {
+int usable_cores(const std::string& root) {
   int cores = static_cast<int>(std::thread::hardware_concurrency());
   cpu_set_t set;
   CPU_ZERO(&set);
   if (sched_getaffinity(0, sizeof set, &set) == 0) cores = CPU_COUNT(&set);
-  const double quota = cgroup_cores();
+  const double quota = cgroup_cores(root);
   if (quota > 0) cores = std::min(cores, static_cast<int>(std::ceil(quota)));
   return std::max(1, cores);
 }

@@ -1,6 +1,8 @@
 // How many threads a process may sensibly use.
 #pragma once
 
+#include <string>
+
 namespace pagedkv {
 
 // Cores this process may run on (affinity, cgroup CPU quota) less what other work keeps busy (load
@@ -8,7 +10,8 @@ namespace pagedkv {
 // one too few.
 int default_num_threads();
 
-// Cores this process may run on: affinity and cgroup CPU quota. At least 1.
-int usable_cores();
+// Cores this process may run on: affinity and cgroup CPU quota. At least 1. `root` is put before every path that is
+// read (tests).
+int usable_cores(const std::string& root = {});
 
 }  // namespace pagedkv

@@ -29,6 +29,7 @@ struct ModelInfo {
   int num_q_heads = 0;
   int64_t num_params = 0;
   int64_t weight_bytes = 0;
+  int64_t step_bytes = 0;  // about what the buffers of the longest steps take, pages aside
   // Groups of layers in page pool form; formats are the default (f16), the engine sets the user's.
   std::vector<LayerGroupSpec> groups;
   bool exact = false;         // whether one arithmetic holds for the whole step (DESIGN section 3)

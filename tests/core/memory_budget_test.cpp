@@ -134,6 +134,30 @@ TEST_F(FakeMachine, APathOutsideOfTheMountIsReadAtTheMountPoint) {
   EXPECT_EQ(available(), 200000);
 }
 
+TEST_F(FakeMachine, TheLimitIsTheLeastOfMachineAndCgroups) {
+  EXPECT_EQ(memory_limit(root_.string()), kUnlimitedBytes);
+  mem_available(8'000'000);
+  EXPECT_EQ(memory_limit(root_.string()), 16'000'000LL * 1024);
+  file("/proc/self/cgroup", "0::/a/b\n");
+  file("/proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+  cgroup_v2("/a", "5000000", 4999999, 0);  // whatever is in use
+  cgroup_v2("/a/b", "max", 10, 0);
+  EXPECT_EQ(memory_limit(root_.string()), 5000000);
+  cgroup_v2("/a/b", "4000000", 10, 0);
+  EXPECT_EQ(memory_limit(root_.string()), 4000000);
+}
+
+TEST_F(FakeMachine, CommitsAreLimitedInModeTwoAlone) {
+  file("/proc/meminfo", "CommitLimit:     1000 kB\nCommitted_AS:     400 kB\n");
+  EXPECT_EQ(commit_room(root_.string()), kUnlimitedBytes);
+  file("/proc/sys/vm/overcommit_memory", "1\n");
+  EXPECT_EQ(commit_room(root_.string()), kUnlimitedBytes);
+  file("/proc/sys/vm/overcommit_memory", "2\n");
+  EXPECT_EQ(commit_room(root_.string()), 600 * 1024);
+  file("/proc/meminfo", "CommitLimit:     1000 kB\nCommitted_AS:     1400 kB\n");
+  EXPECT_EQ(commit_room(root_.string()), 0);
+}
+
 TEST_F(FakeMachine, GarbageDoesNotLimit) {
   file("/proc/meminfo", "MemAvailable: many kB\nMemAvailable\n\n");
   file("/proc/self/cgroup", "nonsense\n0:\n0::/a\n");

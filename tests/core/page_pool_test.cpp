@@ -243,6 +243,19 @@ TEST(PagePool, LayersAreNumberedGroupByGroup) {
   EXPECT_EQ(pool.bytes_per_token(), 2 * 2 * 32 * 2 + 3 * 2 * 2 * (64 + 4));
 }
 
+TEST(PagePool, CountsTheMostBytesInUseOverGroupsOfDifferentPages) {
+  PagePoolOptions o = options(8);
+  o.groups = {group(2, layer(1, 32)), group(3, layer(2, 64, PageFormat::kQ8), 512)};
+  PagePool pool(o);
+  const auto a = take(pool, 3, 0), b = take(pool, 3, 1);
+  pool.release(0, a);
+  pool.release(1, b);
+  EXPECT_EQ(pool.stats().bytes_in_use, 0);
+  EXPECT_EQ(pool.stats().bytes_peak, 3 * 16 * pool.bytes_per_token());
+  take(pool, 5, 0);  // more pages, fewer bytes
+  EXPECT_EQ(pool.stats().bytes_peak, 3 * 16 * pool.bytes_per_token());
+}
+
 TEST(PagePool, OptionsOutsideTheirLimitsAreNamed) {
   const auto text = [](auto change) {
     PagePoolOptions o = options(4);

@@ -65,9 +65,9 @@ inline bool operator==(const PagePoolStats& a, const PagePoolStats& b) {
   return a.pages_capacity == b.pages_capacity && a.pages_committed == b.pages_committed &&
          a.pages_held == b.pages_held && a.pages_peak == b.pages_peak &&
          a.bytes_reserved == b.bytes_reserved && a.bytes_committed == b.bytes_committed &&
-         a.bytes_in_use == b.bytes_in_use && a.bytes_moved == b.bytes_moved &&
-         a.allocations == b.allocations && a.grow_events == b.grow_events &&
-         a.commit_events == b.commit_events;
+         a.bytes_in_use == b.bytes_in_use && a.bytes_peak == b.bytes_peak &&
+         a.bytes_moved == b.bytes_moved && a.allocations == b.allocations &&
+         a.grow_events == b.grow_events && a.commit_events == b.commit_events;
 }
 
 }  // namespace pagedkv::testing

@@ -62,6 +62,7 @@ struct PagePoolStats {
   int64_t bytes_committed =
       0;  // of committed pages; the kernel rounds up to whole OS pages, array by array
   int64_t bytes_in_use = 0;  // of held pages
+  int64_t bytes_peak = 0;    // most in use at once
   int64_t bytes_limit = 0;   // most bytes the pool may commit, as last computed
   int64_t bytes_moved = 0;   // copied or moved by growth: always 0
   int64_t allocations = 0;   // successful calls

@@ -1,11 +1,11 @@
 #include "models/ggml/ggml_model.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <stdexcept>
 
 #include "models/ggml/arithmetic.h"
+#include "models/ggml/describe.h"
 #include "models/ggml/family.h"
 #include "models/ggml/ggml_log.h"
 #include "models/ggml/gguf_file.h"
@@ -19,17 +19,6 @@ namespace {
 
 constexpr int kMostStepTokens = 65536;
 
-std::string with_unit(double value, const char* unit) {
-  char text[48];
-  std::snprintf(text, sizeof text, value < 9.95 ? "%.2f %s" : "%.0f %s", value, unit);
-  return text;
-}
-
-std::string show_count(int64_t n) {
-  const auto v = static_cast<double>(n);
-  return v < 1e9 ? with_unit(v / 1e6, "M") : with_unit(v / 1e9, "G");
-}
-
 // Types of the matrices, the one with most bytes first: "q4_1 + q8_0".
 std::string weight_types(const std::vector<ggml_tensor*>& matrices) {
   std::map<std::string, size_t> bytes;
@@ -40,6 +29,17 @@ std::string weight_types(const std::vector<ggml_tensor*>& matrices) {
   std::string out;
   for (const auto& [size, name] : sorted) out += (out.empty() ? "" : " + ") + name;
   return out;
+}
+
+ModelInfo describe_file(const GgufFile& file, const Family& family, const Hyperparameters& hp,
+                        const Weights& weights, int max_step_tokens) {
+  int64_t num_params = 0;
+  for (const ggml_tensor* t : file.tensors()) num_params += ggml_nelements(t);
+  ModelInfo info =
+      describe(family, hp, num_params, weight_types(weights.matrices()), max_step_tokens);
+  info.name = file.text("general.name").value_or("");
+  info.weight_bytes = file.tensor_bytes();
+  return info;
 }
 
 void check(const GgmlModelOptions& o) {
@@ -64,7 +64,10 @@ class GgmlModel final : public Model {
     file_.populate(options.progress);
     arithmetic_ = choose(options.exact);
     attention_ = std::make_unique<PagedAttention>(hp_, options.num_threads);
-    describe();
+    info_ = describe_file(file_, family_, hp_, weights_, max_step_tokens_);
+    info_.exact = arithmetic_.exact;
+    info_.exact_reason = arithmetic_.reason;
+    info_.arithmetic_id = arithmetic_.id;
     graphs_ = std::make_unique<StepGraphs>(hp_, weights_, *attention_, options.num_threads,
                                            arithmetic_.use_reference);
   }
@@ -100,23 +103,6 @@ class GgmlModel final : public Model {
     } catch (const std::runtime_error& error) {
       file_.fail(error.what());
     }
-  }
-
-  void describe() {
-    info_.family = family_.name;
-    info_.name = file_.text("general.name").value_or("");
-    info_.vocab_size = static_cast<int32_t>(hp_.vocab_size);
-    info_.context_length = static_cast<int32_t>(hp_.context_length);
-    info_.num_layers = hp_.num_layers;
-    info_.num_q_heads = hp_.num_q_heads;
-    for (const ggml_tensor* t : file_.tensors()) info_.num_params += ggml_nelements(t);
-    info_.weight_bytes = file_.tensor_bytes();
-    info_.description = info_.family + " " + show_count(info_.num_params) + " parameters, " +
-                        weight_types(weights_.matrices());
-    info_.groups = attention_->groups();
-    info_.exact = arithmetic_.exact;
-    info_.exact_reason = arithmetic_.reason;
-    info_.arithmetic_id = arithmetic_.id;
   }
 
   Counts check_batch(const StepBatch& batch) const {
@@ -179,6 +165,15 @@ class GgmlModel final : public Model {
 };
 
 }  // namespace
+
+ModelInfo describe_ggml_model(const std::string& path) {
+  route_ggml_log();
+  const GgufFile file(path, GgufFile::Contents::kHeader);
+  const Family& family = find_family(file);
+  const Hyperparameters hp = read_hyperparameters(file, family);
+  return describe_file(file, family, hp, bind_weights(file, family, hp),
+                       GgmlModelOptions().max_step_tokens);
+}
 
 std::unique_ptr<Model> load_ggml_model(const std::string& path, const GgmlModelOptions& options) {
   check(options);

@@ -29,6 +29,10 @@ struct GgmlModelOptions {
   std::function<void(float done)> progress = nullptr;  // 0..1 while the file is read
 };
 
+// What load_ggml_model says of a file whose weights it need not read: all of ModelInfo but whether the model is exact
+// (and its arithmetic_id). Throws ModelError as it does.
+ModelInfo describe_ggml_model(const std::string& path);
+
 // Throws ModelError for a file that is missing, damaged or not supported, std::invalid_argument for options
 // outside their limits.
 std::unique_ptr<Model> load_ggml_model(const std::string& path, const GgmlModelOptions& options);

@@ -110,7 +110,7 @@ GgufFile::Mapping::~Mapping() {
   if (data) munmap(data, size);
 }
 
-GgufFile::GgufFile(const std::string& path) : path_(path) {
+GgufFile::GgufFile(const std::string& path, Contents contents) : path_(path) {
   const Descriptor file{
       open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};  // a FIFO would block
   if (file.fd < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
@@ -121,7 +121,8 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
   check_counts(file.fd);
   read_header(file.fd);
   check_ranges();
-  map(file.fd);
+  index();
+  if (contents == Contents::kAll) map(file.fd);
 }
 
 GgufFile::~GgufFile() = default;
@@ -186,6 +187,13 @@ void GgufFile::check_ranges() const {
   }
 }
 
+void GgufFile::index() {
+  for (ggml_tensor* t : tensors()) {
+    tensor_bytes_ += static_cast<int64_t>(ggml_nbytes(t));
+    by_name_.emplace(t->name, t);
+  }
+}
+
 void GgufFile::map(int fd) {
   void* data = mmap(nullptr, static_cast<size_t>(file_bytes_), PROT_READ, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) fail(std::string("cannot be mapped: ") + std::strerror(errno));
@@ -198,8 +206,6 @@ void GgufFile::map(int fd) {
   for (ggml_tensor* t : tensors()) {
     std::byte* data = mapping_.data + start + gguf_get_tensor_offset(meta_.get(), i++);
     ggml_backend_tensor_alloc(buffer_.get(), t, data);
-    tensor_bytes_ += static_cast<int64_t>(ggml_nbytes(t));
-    by_name_.emplace(t->name, t);
   }
 }
 

@@ -1,7 +1,7 @@
 // A GGUF file, checked before it is trusted: what it says about itself, and its tensors in place.
 //
 // The constructor reads the header, compares every tensor's bytes with the size of the file and maps
-// the file read-only; nothing is copied. Metadata is read through typed getters that refuse a value of
+// the file read-only, unless its header is all that is wanted; nothing is copied. Metadata is read through typed getters that refuse a value of
 // the wrong type or outside its limits. Every failure is a ModelError that names the file, the value
 // and the limit. Immutable afterwards, so threads may share it. A file that another process cuts
 // short while it is mapped ends this one (SIGBUS): replace model files by renaming.
@@ -27,7 +27,9 @@ namespace pagedkv {
 
 class GgufFile {
  public:
-  explicit GgufFile(const std::string& path);
+  enum class Contents { kHeader, kAll };  // of a header alone the tensors have shapes, no data
+
+  explicit GgufFile(const std::string& path, Contents contents = Contents::kAll);
   ~GgufFile();
   GgufFile(const GgufFile&) = delete;
   GgufFile& operator=(const GgufFile&) = delete;
@@ -52,7 +54,7 @@ class GgufFile {
   // The elements of an array of strings, as C strings; they live as long as the file.
   std::vector<const char*> text_array(const std::string& key) const;
 
-  // Tensors, their data in the mapping. Owned by the file.
+  // Tensors, their data in the mapping if there is one. Owned by the file.
   std::vector<ggml_tensor*> tensors() const;
   ggml_tensor* tensor(const std::string& name) const;  // null where absent
   int64_t tensor_bytes() const noexcept { return tensor_bytes_; }
@@ -83,6 +85,7 @@ class GgufFile {
   void check_counts(int fd) const;
   void read_header(int fd);
   void check_ranges() const;
+  void index();
   void map(int fd);
   int64_t find(const std::string& key) const noexcept;  // -1 where absent
   [[noreturn]] void fail_type(const std::string& key, const char* wanted) const;

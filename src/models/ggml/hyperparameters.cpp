@@ -11,12 +11,6 @@
 namespace pagedkv {
 namespace {
 
-// Far above every model there is, and low enough that no product of them overflows.
-constexpr int64_t kMaxLayers = 1024;
-constexpr int64_t kMaxHeads = 4096;
-constexpr int64_t kMaxHeadDim = 512;
-constexpr int64_t kMaxWidth = int64_t{1} << 20;
-constexpr int64_t kMaxContext = int64_t{1} << 30;
 constexpr double kMaxFactor = 1e6;
 
 class Reader {
@@ -112,9 +106,8 @@ void read_windows(const Reader& in, const FamilyGraph& graph, Hyperparameters& h
                             std::to_string(num_layers) + " layers");
     hp.is_windowed = *listed;
   } else {
-    const int64_t period = in.integer(kPattern, 0, kMaxLayers, graph.full_period);
-    for (size_t i = 0; i < num_layers; ++i)
-      hp.is_windowed[i] = period == 0 || static_cast<int64_t>(i) % period < period - 1;
+    hp.is_windowed =
+        windowed_layers(hp.num_layers, in.integer(kPattern, 0, kMaxLayers, graph.full_period));
   }
   if (graph.full_period > 0) {  // as llama.cpp: a base and no scaling of their own
     hp.windowed_rope.freq_base = in.real("rope.freq_base_swa", 1.0, 1e12, 10000.0f);
@@ -123,6 +116,13 @@ void read_windows(const Reader& in, const FamilyGraph& graph, Hyperparameters& h
 }
 
 }  // namespace
+
+std::vector<bool> windowed_layers(int num_layers, int64_t period) {
+  std::vector<bool> out(static_cast<size_t>(num_layers), true);
+  for (size_t i = 0; period > 0 && i < out.size(); ++i)
+    out[i] = static_cast<int64_t>(i) % period < period - 1;
+  return out;
+}
 
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family) {
   const Reader in(file, family);

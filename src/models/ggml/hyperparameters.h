@@ -49,6 +49,16 @@ struct Hyperparameters {
   }
 };
 
+// Far above every model there is, and low enough that no product of them overflows.
+inline constexpr int64_t kMaxLayers = 1024;
+inline constexpr int64_t kMaxHeads = 4096;
+inline constexpr int64_t kMaxHeadDim = 512;
+inline constexpr int64_t kMaxWidth = int64_t{1} << 20;
+inline constexpr int64_t kMaxContext = int64_t{1} << 30;
+
+// All layers but every period-th have a window; with period 0 all have.
+std::vector<bool> windowed_layers(int num_layers, int64_t period);
+
 // Throws ModelError naming the key, its value and the limit.
 Hyperparameters read_hyperparameters(const GgufFile& file, const Family& family);
 

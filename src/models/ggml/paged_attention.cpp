@@ -37,31 +37,37 @@ std::string shape(int num_kv_heads, int key_dim, int value_dim) {
 
 }  // namespace
 
-PagedAttention::PagedAttention(const Hyperparameters& hp, int num_workers)
-    : hp_(hp), num_workers_(num_workers), pool_layers_(static_cast<size_t>(hp.num_layers)) {
-  for (int i = 0; i < hp.num_layers; ++i) nodes_.push_back({this, i});
+LayerGroups layer_groups(const Hyperparameters& hp) {
+  LayerGroups out;
+  out.pool_layers.resize(static_cast<size_t>(hp.num_layers));
   const LayerSpec spec{.num_kv_heads = hp.num_kv_heads,
                        .key_head_dim = hp.key_head_dim,
                        .value_head_dim = hp.value_head_dim};
   int next = 0;  // a pool counts layers group by group
   for (const bool windowed : {false, true}) {
     LayerGroupSpec group{.sliding_window = windowed ? hp.sliding_window : 0};
-    for (size_t i = 0; i < pool_layers_.size(); ++i) {
+    for (size_t i = 0; i < out.pool_layers.size(); ++i) {
       if (hp.is_windowed[i] != windowed) continue;
-      pool_layers_[i] = next++;
+      out.pool_layers[i] = next++;
       group.layers.push_back(spec);
     }
-    if (!group.layers.empty()) groups_.push_back(std::move(group));
+    if (!group.layers.empty()) out.groups.push_back(std::move(group));
   }
+  return out;
+}
+
+PagedAttention::PagedAttention(const Hyperparameters& hp, int num_workers)
+    : hp_(hp), num_workers_(num_workers), layers_(layer_groups(hp)) {
+  for (int i = 0; i < hp.num_layers; ++i) nodes_.push_back({this, i});
 }
 
 void PagedAttention::check_pool(const PagePool& pool) const {
-  if (pool.num_groups() != static_cast<int>(groups_.size()) ||
+  if (pool.num_groups() != static_cast<int>(layers_.groups.size()) ||
       pool.num_layers() != hp_.num_layers) {
     throw std::invalid_argument("page pool of " + std::to_string(pool.num_layers()) +
                                 " layers in " + std::to_string(pool.num_groups()) +
                                 " groups: the model has " + std::to_string(hp_.num_layers) +
-                                " in " + std::to_string(groups_.size()));
+                                " in " + std::to_string(layers_.groups.size()));
   }
   for (int layer = 0; layer < hp_.num_layers; ++layer) {
     const LayerPages p = pool.layer_pages(layer);
@@ -86,7 +92,7 @@ void PagedAttention::prepare(const StepBatch& batch, const PagePool& pool) {
   }
   pages_.clear();
   work_of_layer_.clear();
-  for (const int layer : pool_layers_) {
+  for (const int layer : layers_.pool_layers) {
     const LayerPages& pages = pages_.emplace_back(pool.layer_pages(layer));
     const size_t work = find_work(pool.group_of_layer(layer), pages);
     if (!std::ranges::count(work_of_layer_, work)) prepare_work(works_[work], pages, batch, pool);

@@ -18,14 +18,20 @@ struct ggml_tensor;
 
 namespace pagedkv {
 
+// The layers of a model as a page pool has them.
+struct LayerGroups {
+  // Layers with full attention, then those with a window; formats are the default (f16).
+  std::vector<LayerGroupSpec> groups;
+  std::vector<int> pool_layers;  // the pool's number of each layer
+};
+
+LayerGroups layer_groups(const Hyperparameters& hp);
+
 class PagedAttention {
  public:
   PagedAttention(const Hyperparameters& hp, int num_workers);
   PagedAttention(const PagedAttention&) = delete;  // nodes point into it
   PagedAttention& operator=(const PagedAttention&) = delete;
-
-  // Layers with full attention, then those with a window; formats are the default (f16).
-  const std::vector<LayerGroupSpec>& groups() const noexcept { return groups_; }
 
   // Last thing before each step: reads slots, pages and lengths of the batch and plans the work. Throws
   // std::invalid_argument when the pool is not of this model's shape.
@@ -64,8 +70,7 @@ class PagedAttention {
 
   const Hyperparameters& hp_;
   const int num_workers_;
-  std::vector<LayerGroupSpec> groups_;
-  std::vector<int> pool_layers_;      // the pool's number of each layer
+  const LayerGroups layers_;
   std::vector<Node> nodes_;           // by layer
   std::vector<Work> works_;           // kept between steps, for their memory
   std::vector<int32_t> query_start_;  // [sequences + 1]

@@ -117,6 +117,17 @@ class Builder {
 
 }  // namespace
 
+int64_t step_buffer_bytes(const Hyperparameters& hp, int64_t num_rows) noexcept {
+  const int64_t queries = int64_t{hp.num_q_heads} * hp.key_head_dim;
+  const int64_t attended = int64_t{hp.num_q_heads} * hp.value_head_dim;
+  const int64_t stored = int64_t{hp.num_kv_heads} * (hp.key_head_dim + hp.value_head_dim);
+  // Beside the residual, its norm and what is added to it: q, k and v, cut from one product in some files, and what
+  // attention gives; or gate, up and their product.
+  const int64_t widest = std::max(2 * (queries + stored) + attended, 3 * hp.feed_forward_length);
+  const auto bytes = static_cast<int64_t>(sizeof(float));
+  return bytes * (num_rows * (3 * hp.embedding_length + widest) + hp.vocab_size);
+}
+
 StepGraphs::StepGraphs(const Hyperparameters& hp, const Weights& weights, PagedAttention& attention,
                        int num_threads, bool use_reference)
     : hp_(hp),

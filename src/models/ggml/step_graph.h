@@ -44,6 +44,10 @@ struct StepGraph {
   ggml_tensor* logits;     // float32 [vocab, num_outputs]
 };
 
+// About the compute buffer of a graph of num_rows tokens and one row of logits: what is alive at once where a layer is
+// widest. ggml's allocator decides; tests hold this to it.
+int64_t step_buffer_bytes(const Hyperparameters& hp, int64_t num_rows) noexcept;
+
 class StepGraphs {
  public:
   // The references must outlive it. use_reference: ggml's row-by-row products only.

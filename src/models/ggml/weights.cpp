@@ -107,7 +107,22 @@ class Binder {
   std::set<const ggml_tensor*> read_;
 };
 
+template <class Owner>
+int64_t count_needed(std::span<const TensorRule<Owner>> rules, const Hyperparameters& hp) {
+  int64_t sum = 0;
+  for (const auto& rule : rules)
+    if (rule.needed) sum += size_of(rule.in, hp) * size_of(rule.out, hp);
+  return sum;
+}
+
 }  // namespace
+
+int64_t count_parameters(const Family& family, const Hyperparameters& hp, bool own_output) {
+  const int64_t model = count_needed(common_tensors(), hp) + count_needed(family.tensors, hp);
+  const int64_t layer =
+      count_needed(common_layer_tensors(), hp) + count_needed(family.layer_tensors, hp);
+  return model + hp.num_layers * layer + (own_output ? hp.embedding_length * hp.vocab_size : 0);
+}
 
 std::vector<ggml_tensor*> Weights::matrices() const {
   std::vector<ggml_tensor*> out{output};

@@ -70,6 +70,9 @@ struct TensorRule {
   ggml_tensor* Owner::* with = nullptr;
 };
 
+// Elements of the tensors that a family needs, and of an output matrix where it is not the embedding.
+int64_t count_parameters(const Family& family, const Hyperparameters& hp, bool own_output);
+
 // Throws ModelError: a tensor is missing, has another shape or a type we cannot multiply with, or is
 // in the file and read by nobody.
 Weights bind_weights(const GgufFile& file, const Family& family, const Hyperparameters& hp);

@@ -1,4 +1,4 @@
-#include "machine_peaks.h"
+#include "apps/machine_peaks.h"
 
 #include <sys/mman.h>
 
@@ -16,7 +16,7 @@
 #include "apps/measure.h"
 #include "pagedkv/base/executor.h"
 
-namespace pagedkv::bench {
+namespace pagedkv::apps {
 namespace {
 
 constexpr int64_t kArrayBytes = int64_t{256} << 20;
@@ -35,7 +35,7 @@ std::atomic<uint64_t> sink;
 // Of the best run, since a peak is what nothing disturbed; with one thread its processor time.
 double best_seconds(int threads, FunctionRef<void(int64_t, int)> share) {
   ThreadPool pool(threads);
-  const apps::CallTimes times = apps::time_calls(kRuns, [&] { pool.run(threads, share); });
+  const CallTimes times = time_calls(kRuns, [&] { pool.run(threads, share); });
   return 1e-3 * std::ranges::min(threads == 1 ? times.cpu_ms : times.ms);
 }
 
@@ -186,4 +186,4 @@ double MachinePeaks::fma_gflop_s(const KernelSet& set, int threads) {
   return rate = 1e-9 * 2 * kChains * (bits / 32) * static_cast<double>(kTurns) * threads / seconds;
 }
 
-}  // namespace pagedkv::bench
+}  // namespace pagedkv::apps

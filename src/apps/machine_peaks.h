@@ -9,7 +9,7 @@
 
 #include "pagedkv/kernels/kernel_set.h"
 
-namespace pagedkv::bench {
+namespace pagedkv::apps {
 
 // Each number is measured when it is first asked for: the best of a few runs. Reads are of 256 MiB in huge pages,
 // where the system gives them.
@@ -33,4 +33,4 @@ class MachinePeaks {
   std::map<std::pair<int, int>, double> fmas_;       // of register bits and threads
 };
 
-}  // namespace pagedkv::bench
+}  // namespace pagedkv::apps
