@@ -10,6 +10,7 @@
 
 #include "apps/bench.h"
 #include "apps/cli.h"
+#include "apps/perplexity.h"
 #include "apps/run.h"
 #include "pagedkv/base/log.h"
 
@@ -98,12 +99,14 @@ int run_main(int argc, char** argv) {
   std::function<int()> command;
   add_run(app, command);
   add_bench(app, command);
+  add_perplexity(app, command);
   auto args = rewrite_short_flags(argc, argv);
   const CLI::App* sub = nullptr;
   for (const CLI::App* each : app.get_subcommands([](const CLI::App*) { return true; }))
     if (!args.empty() && each->check_name(args[0])) sub = each;
   if (!args.empty() && args[0].rfind('-', 0) != 0 && !sub)
-    throw std::invalid_argument("\"" + args[0] + "\" is no subcommand: there are run and bench");
+    throw std::invalid_argument("\"" + args[0] +
+                                "\" is no subcommand: there are run, bench and perplexity");
   prefer_flag(args,
               {"--kv-cache-dtype", "--paged-kv-quantization", "--paged-kv-quant", "--kv-quant"},
               {"PAGEDKV_CACHE_TYPE_K", "PAGEDKV_CACHE_TYPE_V"});
