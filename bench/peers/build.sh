@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds llama.cpp's own programs from the sources that pagedkv's libraries come from, to measure against:
-# llama-bench, llama-completion, llama-quantize; and with the same libraries ggml_attention, ours. Prints the folder they
-# are in; all else goes to stderr.
+# llama-bench, llama-completion, llama-perplexity, llama-quantize; and with the same libraries ggml_attention, ours. Prints
+# the folder they are in; all else goes to stderr.
 #   bench/peers/build.sh [default|ours]
 # default: llama.cpp's default flags (shared libraries, OpenMP); ours: the flags of pagedkv's copy (static, ggml's own
 # threads). Each is built once into the cache folder.
@@ -31,12 +31,13 @@ folder=$cache_dir/peers/$flavour-$version-$native
 mkdir -p "$folder"
 exec 9> "$folder/.lock"
 flock 9
-if [ ! -e "$folder/complete" ]; then
+programs=(llama-bench llama-completion llama-perplexity llama-quantize)
+if [ "$(cat "$folder/complete" 2>/dev/null)" != "${programs[*]}" ]; then
   {
     cmake -S "$source" -B "$folder" -G Ninja "${flags[@]}"
-    cmake --build "$folder" --target llama-bench llama-completion llama-quantize
+    cmake --build "$folder" --target "${programs[@]}"
   } >&2
-  touch "$folder/complete"
+  echo "${programs[*]}" > "$folder/complete"
 fi
 
 # Ours, built again when its sources change.

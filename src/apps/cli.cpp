@@ -10,7 +10,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <limits>
+#include <sstream>
 #include <stdexcept>
 
 #include "apps/progress.h"
@@ -53,6 +55,25 @@ std::string format_bytes(int64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", x, kUnits[unit]);
   return text;
+}
+
+std::string read_all(std::istream& in, const std::string& name) {
+  constexpr size_t kMostBytes = size_t{64} << 20;
+  std::string text;
+  char part[65536];
+  while (in.read(part, sizeof part), in.gcount() > 0) {
+    text.append(part, static_cast<size_t>(in.gcount()));
+    if (text.size() > kMostBytes)
+      throw std::invalid_argument(name + ": a text may have at most " + format_bytes(kMostBytes));
+  }
+  return text;
+}
+
+std::string read_file(const std::string& path, const std::string& name) {
+  std::ifstream in(path, std::ios::binary);
+  if (!in.is_open() || std::filesystem::is_directory(path))
+    throw std::invalid_argument(name + ": cannot be read");
+  return read_all(in, name);
 }
 
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) {
@@ -205,6 +226,21 @@ KvSettings ModelOptions::kv_settings() const {
   }
   s.shuffle_seed = shuffle_seed;
   return s;
+}
+
+std::vector<KvSettings> with_each_format(const KvSettings& settings, const std::string& list) {
+  std::vector<KvSettings> out;
+  std::istringstream words(list + ",");  // so that nothing after the last comma is a word too
+  for (std::string word; std::getline(words, word, ',');) {
+    if (word.rfind("k=", 0) == 0)
+      if (std::string values; std::getline(words, values, ',')) word += "," + values;
+    if (word.find('=') != std::string::npos && word.find(",v=") == std::string::npos)
+      throw std::invalid_argument("page format \"" + word + "\": write k=FORMAT,v=FORMAT");
+    KvSettings& s = out.emplace_back(settings);
+    s.key_format = parse_page_format(side_of(word, true));
+    s.value_format = parse_page_format(side_of(word, false));
+  }
+  return out;
 }
 
 std::string ModelOptions::path() const {

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <istream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,6 +37,11 @@ std::string printable(std::string text);
 
 // "1.5 GiB"; kUnlimitedBytes: "unlimited"
 std::string format_bytes(int64_t bytes);
+
+// A text of at most 64 MiB, which keeps an endless file from eating the memory. Throw std::invalid_argument; `name` is
+// what the error calls it.
+std::string read_all(std::istream& in, const std::string& name);
+std::string read_file(const std::string& path, const std::string& name);
 
 // Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
@@ -72,6 +78,9 @@ struct ModelOptions {
   int threads() const;
   std::string path() const;  // of the model file; "toy:" for the toy model
 };
+
+// "f16,q8,k=f16,v=q4": `settings` once with each page format of the list. Throws std::invalid_argument naming the word.
+std::vector<KvSettings> with_each_format(const KvSettings& settings, const std::string& list);
 
 // A model with all that goes with it.
 struct LoadedModel {

@@ -14,6 +14,7 @@
 #include "apps/cli.h"
 #include "apps/doctor.h"
 #include "apps/manual.h"
+#include "apps/perplexity.h"
 #include "apps/plan.h"
 #include "apps/run.h"
 #include "apps/settings.h"
@@ -50,6 +51,7 @@ int run_main(int argc, char** argv) {
   std::function<int()> command;
   add_run(app, command);
   add_bench(app, command);
+  add_perplexity(app, command);
   add_plan(app, command);
   add_doctor(app, command);
   for (CLI::App* each : app.get_subcommands({})) add_configuration(*each);

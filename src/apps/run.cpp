@@ -10,8 +10,6 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -48,21 +46,6 @@ struct RunOptions {
   int64_t seed = -1;
   std::vector<std::string> stop;
 };
-
-// Far more text than any context holds; keeps an endless file from eating the memory.
-constexpr size_t kMaxPromptBytes = size_t{64} << 20;
-
-std::string read_all(std::istream& in, const std::string& name) {
-  std::string text;
-  char part[65536];
-  while (in.read(part, sizeof part), in.gcount() > 0) {
-    text.append(part, static_cast<size_t>(in.gcount()));
-    if (text.size() > kMaxPromptBytes)
-      throw std::invalid_argument(name + ": a prompt may have at most " +
-                                  format_bytes(kMaxPromptBytes));
-  }
-  return text;
-}
 
 // Without a prompt, at a terminal.
 bool is_chat(const RunOptions& o) {
@@ -108,10 +91,7 @@ std::string read_prompt(const RunOptions& o) {
   const bool dash = o.prompt == std::vector<std::string>{"-"};
   std::string text;
   if (!o.file.empty()) {
-    std::ifstream in(o.file, std::ios::binary);
-    if (!in.is_open() || std::filesystem::is_directory(o.file))
-      throw std::invalid_argument("--file " + o.file + ": cannot be read");
-    text = read_all(in, "--file " + o.file);
+    text = read_file(o.file, "--file " + o.file);
   } else if (!o.prompt.empty() && !dash) {
     for (const auto& word : o.prompt) text += (text.empty() ? "" : " ") + word;
   } else if (!isatty(STDIN_FILENO) || dash) {

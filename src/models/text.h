@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,6 +24,8 @@ class Tokenizer {
   // else nothing.
   virtual std::string piece(int32_t token, bool special) const = 0;
   virtual bool is_end_of_generation(int32_t token) const noexcept = 0;
+  // The token that the model file asks for at the start of a text, where it asks for one.
+  virtual std::optional<int32_t> begin_token() const noexcept = 0;
 };
 
 struct ChatMessage {

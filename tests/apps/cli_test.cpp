@@ -31,7 +31,8 @@ TEST_F(Cli, ThePromptComesFromArgumentFileOrStdin) {
 }
 
 TEST_F(Cli, HelpAndVersionGoToStdout) {
-  for (const char* args : {"--help", "--version", "run --help", "bench --help"}) {
+  for (const char* args :
+       {"--help", "--version", "run --help", "bench --help", "perplexity --help"}) {
     const auto r = run(args);
     EXPECT_EQ(r.code, 0) << args;
     EXPECT_FALSE(r.out.empty()) << args;
@@ -67,6 +68,14 @@ TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
       {"run -m toy: x --stop ''", "stop"},
       {"bench -m toy: -p 0 -n 0", "nothing"},
       {"bench -m toy: -o xml", "xml"},
+      {"perplexity -m toy:", "no text"},
+      {"perplexity -m toy: /nonexistent", "/nonexistent"},
+      {"perplexity -m toy: /dev/null", "/dev/null: is empty"},
+      {"perplexity -m toy: /", "cannot be read"},
+      {"perplexity -m toy: - -c 2", "ctx-size"},
+      {"perplexity -m toy: - --chunks 0", "--chunks 0"},
+      {"perplexity -m toy: - --chunks -2", "--chunks -2"},
+      {"perplexity -m toy: -", "standard input: is empty"},
   };
   for (const auto& c : cases) {
     const auto r = run(c.args);
@@ -294,6 +303,107 @@ TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
     EXPECT_GT(row["avg_ts"].get<double>(), 0);
   }
   EXPECT_EQ(rows[3]["n_depth"], 64);
+}
+
+TEST_F(Cli, PerplexityIsOneTableOrOneJsonObject) {
+  const auto text = file("text", std::string(300, 'a') + "\n");
+  const std::string call = "perplexity -m toy: -t 1 -c 40 " + text;
+  const auto r = run(call + " --json --kv-cache-dtype k=q8,v=f32 --chunks 5");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto j = nlohmann::json::parse(r.out);
+  EXPECT_EQ(j["model"], "toy:");
+  EXPECT_EQ(j["file"], text);
+  EXPECT_EQ(j["tokens"], 300);  // the newline at the end is none
+  EXPECT_EQ(j["context"], 40);
+  EXPECT_EQ(j["chunks"], 5);
+  EXPECT_EQ(j["scored"], 5 * 19);
+  EXPECT_FALSE(j.contains("reference"));
+  ASSERT_EQ(j["formats"].size(), 1u);
+  const auto& row = j["formats"][0];
+  EXPECT_EQ(row["page_format"], "k=q8,v=f32");
+  EXPECT_EQ(row["bytes_per_token"], 16 + 4 + 16 * 4);
+  EXPECT_GT(row["perplexity"].get<double>(), 1);
+  EXPECT_GT(row["perplexity_error"].get<double>(), 0);
+  EXPECT_FALSE(row.contains("kl_mean"));
+
+  const auto table = run(call);
+  EXPECT_EQ(table.code, 0);
+  EXPECT_EQ(table.out.find("7 chunks of 40 tokens, 133 tokens scored\n"), 0u) << table.out;
+  EXPECT_NE(table.out.find("| f16 | 64 | "), std::string::npos) << table.out;
+  EXPECT_EQ(table.out.find("KL"), std::string::npos) << table.out;
+  EXPECT_EQ(run("perplexity -m toy: -t 1 -c 40 -", "", text).out, table.out);
+  EXPECT_EQ(run("perplexity -m toy: -t 1 -c 40 -f " + text).out, table.out);
+}
+
+// The CHAIN model is nearly sure of each next letter.
+TEST_F(Cli, PerplexityOfATextTheModelKnows) {
+  std::string alphabet;
+  for (int i = 0; i < 200; ++i) alphabet += static_cast<char>('A' + i % 26);
+  const auto r = run("perplexity -m " + quoted_model("chain.gguf") + " -t 1 -c 50 --json " +
+                     file("text", alphabet));
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto j = nlohmann::json::parse(r.out);
+  EXPECT_EQ(j["chunks"], 4);
+  EXPECT_NEAR(j["formats"][0]["perplexity"].get<double>(), 1 + 1.25e-5, 1e-5);
+}
+
+TEST_F(Cli, PerplexityComparesPageFormats) {
+  const auto text = file("text", std::string(100, 'a') + std::string(100, 'b'));
+  const std::string call = "perplexity -m " + quoted_model("model-variants/untied.gguf") +
+                           " -t 1 -c 64 " + text + " --compare ";
+  const auto r = run(call + "f32,float32,k=f16,v=q4,q4 --json");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto j = nlohmann::json::parse(r.out);
+  EXPECT_EQ(j["reference"], "f32");
+  const auto& rows = j["formats"];
+  ASSERT_EQ(rows.size(), 4u);
+  for (const int i : {0, 1}) {
+    EXPECT_EQ(rows[i]["page_format"], "f32");
+    EXPECT_EQ(rows[i]["perplexity"], rows[0]["perplexity"]);
+    for (const char* key : {"kl_mean", "kl_mean_error", "kl_p99", "kl_max"})
+      EXPECT_EQ(rows[i][key], 0) << key;
+    EXPECT_EQ(rows[i]["same_top"], 1);
+  }
+  EXPECT_EQ(rows[2]["page_format"], "k=f16,v=q4");
+  EXPECT_EQ(rows[2]["type_k"], "f16");
+  EXPECT_EQ(rows[2]["type_v"], "q4");
+  EXPECT_EQ(rows[3]["page_format"], "q4");
+  for (const int i : {2, 3}) {
+    EXPECT_GT(rows[i]["kl_mean"].get<double>(), 0);
+    EXPECT_GE(rows[i]["kl_max"].get<double>(), rows[i]["kl_p99"].get<double>());
+    EXPECT_GE(rows[i]["kl_p99"].get<double>(), rows[i]["kl_mean"].get<double>());
+  }
+  EXPECT_GT(rows[0]["bytes_per_token"], rows[2]["bytes_per_token"]);
+  EXPECT_GT(rows[2]["bytes_per_token"], rows[3]["bytes_per_token"]);
+
+  const auto table = run(call + "q8,q4");
+  EXPECT_NE(table.out.find("KL divergence from q8"), std::string::npos) << table.out;
+  EXPECT_NE(table.out.find("| 0.000000 | 0.000000 | 0.000000 | 100.00 % |"), std::string::npos)
+      << table.out;
+  const struct {
+    const char* list;
+    const char* names;
+  } bad[] = {{"f16,q5", "q5"},   {"f16,", "\"\""},         {"k=f16", "k=f16"},
+             {"v=f16", "v=f16"}, {"k=f16,q8", "k=f16,q8"}, {"k=,v=q8", "\"\""}};
+  for (const auto& b : bad) {
+    const auto e = run(call + b.list);
+    EXPECT_EQ(e.code, 2) << b.list << e.out;
+    EXPECT_NE(e.err.find(b.names), std::string::npos) << e.err;
+  }
+}
+
+TEST_F(Cli, PerplexityNeedsOneChunkWithinTheModelsContext) {
+  const auto text = file("text", std::string(100, 'a'));
+  const auto shorter = run("perplexity -m toy: -t 1 " + text);
+  EXPECT_EQ(shorter.code, 2);
+  EXPECT_NE(shorter.err.find("100 tokens, one chunk needs 512"), std::string::npos) << shorter.err;
+  EXPECT_EQ(run("perplexity -m toy: -t 1 -c 100 " + text).code, 0);
+  const auto longer = run("perplexity -m toy: -t 1 -c 5000 " + text);
+  EXPECT_EQ(longer.code, 2);
+  EXPECT_NE(longer.err.find("context 5000"), std::string::npos) << longer.err;
+  EXPECT_NE(longer.err.find("4096"), std::string::npos) << longer.err;
+  EXPECT_EQ(run("perplexity -m toy: -t 1 -c 64 --num-blocks 1 --no-dynamic " + text).code, 6);
+  EXPECT_EQ(run("perplexity -m toy: -t 1 -c 3 " + file("bad", "\xff\xc3\x28")).code, 0);
 }
 
 TEST_F(Cli, BenchTimesOneAttentionCase) {

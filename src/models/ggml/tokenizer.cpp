@@ -67,4 +67,9 @@ bool LlamaTokenizer::is_end_of_generation(int32_t token) const noexcept {
   return token >= 0 && token < vocab_size() && llama_vocab_is_eog(vocab_, token);
 }
 
+std::optional<int32_t> LlamaTokenizer::begin_token() const noexcept {
+  if (!llama_vocab_get_add_bos(vocab_)) return std::nullopt;
+  return llama_vocab_bos(vocab_);
+}
+
 }  // namespace pagedkv

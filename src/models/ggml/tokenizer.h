@@ -14,6 +14,7 @@ class LlamaTokenizer final : public Tokenizer {
                                 bool parse_special) const override;
   std::string piece(int32_t token, bool special) const override;
   bool is_end_of_generation(int32_t token) const noexcept override;
+  std::optional<int32_t> begin_token() const noexcept override;
 
   const LlamaVocabModel& model() const noexcept { return model_; }
   const std::string& path() const noexcept { return path_; }

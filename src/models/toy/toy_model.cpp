@@ -121,6 +121,7 @@ class ToyTokenizer final : public Tokenizer {
     return std::string(1, static_cast<char>(token));
   }
   bool is_end_of_generation(int32_t token) const noexcept override { return token == kToyEnd; }
+  std::optional<int32_t> begin_token() const noexcept override { return std::nullopt; }
 };
 
 class ToyChatTemplate final : public ChatTemplate {

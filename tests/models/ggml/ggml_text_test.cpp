@@ -1,6 +1,7 @@
 #include "models/ggml/ggml_text.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -42,6 +43,20 @@ TEST(GgmlText, ReadsControlTokensWhenAskedTo) {
   EXPECT_FALSE(tokenizer->is_end_of_generation('A'));
   EXPECT_FALSE(tokenizer->is_end_of_generation(-1));
   EXPECT_THROW(tokenizer->piece(288, false), std::invalid_argument);
+}
+
+TEST(GgmlText, KnowsTheTokenThatTextsBeginWith) {
+  EXPECT_EQ(load_tokenizer(model_path("chain.gguf"))->begin_token(), std::nullopt);
+  const auto path = std::filesystem::temp_directory_path() /
+                    ("pagedkv_begin_token_" + std::to_string(getpid()) + ".gguf");
+  rewrite_gguf(model_path("chain.gguf"), path.string(), [](gguf_context* meta, ggml_context*) {
+    gguf_set_val_bool(meta, "tokenizer.ggml.add_bos_token", true);
+    gguf_set_val_u32(meta, "tokenizer.ggml.bos_token_id", 257);
+  });
+  const auto tokenizer = load_tokenizer(path.string());
+  std::filesystem::remove(path);
+  EXPECT_EQ(tokenizer->begin_token(), 257);
+  EXPECT_EQ(tokenizer->tokenize("A", true, false), (std::vector<int32_t>{257, 'A'}));
 }
 
 TEST(GgmlText, RendersTheFilesTemplate) {
