@@ -36,6 +36,7 @@ std::string model(const std::string& name) {
 
 // A random model: what it writes is of no interest, but for being the same each time.
 constexpr const char* kTiny = "model-variants/tied.gguf";
+constexpr const char* kPrompt = "\n> ";
 
 class Terminal {
  public:
@@ -61,6 +62,8 @@ class Terminal {
   }
 
   void type(const std::string& text) {
+    // libedit shows its prompt before it takes the terminal out of cooked mode, in which Ctrl-D would be swallowed.
+    if (text.find_first_of("\x03\x04") != std::string::npos) usleep(200000);
     ASSERT_EQ(write(fd_, text.data(), text.size()), static_cast<ssize_t>(text.size()));
   }
   // Reads until `text` was shown since the last call.
@@ -118,21 +121,21 @@ struct ChatTest : testing::Test {
 
 TEST_F(ChatTest, HoldsWhatWasSaidAndKeepsTheConversation) {
   Terminal t({"run", "-m", model(kTiny), "-n", "5", "--system", "Be brief."}, dir);
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("AB\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("/stats\r");
   // "system: Be brief.\nuser: AB\nassistant:" is 37 tokens; the newest of the answer's is not stored.
   t.expect("held: 41 of 512 tokens in 3 pages of 16");
   t.expect("last turn: 37 of 37 prompt tokens computed");
   t.type("CD\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("/stats\r");
   t.expect("last turn: ");
   const auto [computed, prompt] = t.fraction();
   EXPECT_EQ(prompt, 37 + 1 + static_cast<int>(messages().at(2).content.size()) + 20);
   EXPECT_EQ(computed, prompt - 37);  // this template puts a space before an answer that had none
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("\x04");
   EXPECT_EQ(t.exit_code(), 0);
   const auto said = messages();
@@ -148,41 +151,41 @@ TEST_F(ChatTest, HoldsWhatWasSaidAndKeepsTheConversation) {
 
 TEST_F(ChatTest, CommandsLinesAndTheirEnds) {
   Terminal t({"run", "-m", model(kTiny), "-n", "5"}, dir);
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("/nonsense\r");
   t.expect("/nonsense is no command");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("forget me\x03");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("one\\\r");
   t.expect(". ");
   t.type("two\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("//slash\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   EXPECT_EQ(messages().at(0).content, "one\ntwo");
   EXPECT_EQ(messages().at(2).content, "/slash");
   t.type("/reset\r");
   t.expect("forgotten");
   EXPECT_TRUE(messages().empty());
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("/exit\r");
   EXPECT_EQ(t.exit_code(), 0);
 }
 
 TEST_F(ChatTest, ControlCStopsTheAnswerNotTheProgram) {
   Terminal t({"run", "-m", model("SmolLM2-135M-Instruct.Q4_1.gguf"), "-t", "1", "-n", "100"}, dir);
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("Tell me a very long story about a ship.\r");
   t.expect("a");
   usleep(300000);
   t.type("\x03");
   t.expect("(stopped)");
   t.type("Say yes.\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("/stats\r");
   t.expect("prompt tokens computed");
-  t.expect("> ");
+  t.expect(kPrompt);
   EXPECT_EQ(messages().size(), 4u);
   kill(t.pid(), SIGTERM);  // at the prompt it ends the program
   EXPECT_EQ(t.exit_code(), 128 + SIGTERM);
@@ -190,14 +193,14 @@ TEST_F(ChatTest, ControlCStopsTheAnswerNotTheProgram) {
 
 TEST_F(ChatTest, AMessageTooLongForTheContextIsTakenBack) {
   Terminal t({"run", "-m", model(kTiny), "-n", "5", "-c", "60"}, dir);
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("AB\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type(std::string(80, 'x') + "\r");
   t.expect("the context holds 60; /reset makes room");
-  t.expect("> ");
+  t.expect(kPrompt);
   t.type("C\r");
-  t.expect("> ");
+  t.expect(kPrompt);
   EXPECT_EQ(messages().size(), 4u);
   t.type("\x04");
   EXPECT_EQ(t.exit_code(), 0);

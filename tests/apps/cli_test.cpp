@@ -436,7 +436,7 @@ TEST_F(Cli, BenchTimesOneAttentionCase) {
   }
 }
 
-nlohmann::json json_of(const Result& r) {
+nlohmann::json json_of(const testing::Result& r) {
   EXPECT_EQ(r.code, 0) << r.err;
   return nlohmann::json::parse(r.out);
 }
