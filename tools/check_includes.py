@@ -31,13 +31,15 @@ HOMES = {
     "httplib.h": ["server"],
     "CLI/": ["apps"],
     "spdlog/": ["apps"],
+    "histedit.h": ["apps"],
+    "toml++/": ["apps"],
 }
 # llama-common's headers have names like common.h and log.h: what is unknown here is taken to be one of them.
 LLAMA_COMMON_HOME = "models/ggml"
 
 # POSIX, Linux and compiler headers that any layer may use, public headers excepted.
 SYSTEM = re.compile(
-    r"(sys|linux|netinet|arpa)/\w+\.h|(unistd|fcntl|sched|pthread|signal|dlfcn|poll|dirent|termios|getopt|immintrin|cpuid)\.h")
+    r"(sys|linux|netinet|arpa)/\w+\.h|(unistd|fcntl|sched|pthread|signal|dlfcn|poll|dirent|termios|getopt|immintrin|cpuid|langinfo)\.h")
 STANDARD = re.compile(r"[a-z_]+")  # C++ standard headers have neither folder nor suffix
 
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
