@@ -1,9 +1,9 @@
 // A GGUF file, checked before it is trusted: what it says about itself, and its tensors in place.
 //
-// The constructor reads the header, compares every tensor's bytes with the size of the file and maps
-// the file read-only, unless its header is all that is wanted; nothing is copied. Metadata is read through typed getters that refuse a value of
-// the wrong type or outside its limits. Every failure is a ModelError that names the file, the value
-// and the limit. Immutable afterwards, so threads may share it. A file that another process cuts
+// The constructor reads the header, compares every tensor's bytes with the size of the file and, unless
+// the header is all that is wanted, maps the file read-only; nothing is copied. Metadata is read through
+// typed getters that refuse a value of the wrong type or outside its limits. Every failure is a ModelError
+// that names the file, the value and the limit. Immutable afterwards, so threads may share it. A file that another process cuts
 // short while it is mapped ends this one (SIGBUS): replace model files by renaming.
 #pragma once
 
