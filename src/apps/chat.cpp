@@ -91,6 +91,7 @@ class Session {
     std::fputs("/help tells the commands, Ctrl-D ends.\n", stderr);
     std::string line;
     while (!ended_ && read(line)) {
+      line.erase(0, line.find_first_not_of(" \t\n"));  // all of a blank one
       if (line.empty()) continue;
       if (line.starts_with("//"))
         answer(line.substr(1));

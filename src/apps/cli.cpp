@@ -95,6 +95,18 @@ std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) 
   return out;
 }
 
+CLI::Validator whole_number() {
+  return CLI::Validator(
+      [](std::string& text) {
+        int64_t x = 0;
+        const char* first = text.data() + text.starts_with('+');
+        const auto [end, error] = std::from_chars(first, text.data() + text.size(), x);
+        const bool fits = error == std::errc() && end == text.data() + text.size();
+        return fits ? std::string() : text + " is no integer of 64 bits";
+      },
+      "");
+}
+
 CLI::Validator in_range(float least, float most) {
   char range[64];
   std::snprintf(range, sizeof range, "%g - %g", least, most);
@@ -246,7 +258,8 @@ std::vector<KvSettings> with_each_format(const KvSettings& settings, const std::
 std::string ModelOptions::path() const {
   if (!model.empty()) return model;
   const std::string path = cache_folder() + "/" + kSmallModel;
-  if (!std::filesystem::exists(path))
+  std::error_code none;
+  if (!std::filesystem::exists(path, none))
     throw ModelError("no model given, and the small model is not at " + path +
                      ": pass -m FILE.gguf, or run scripts/setup.sh, which fetches it");
   return path;

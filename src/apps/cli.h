@@ -46,6 +46,9 @@ std::string read_file(const std::string& path, const std::string& name);
 // Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
 
+// An integer that 64 bits hold, where CLI11 would take the nearest.
+CLI::Validator whole_number();
+
 // A number within [least, most]; NaN is none.
 CLI::Validator in_range(float least, float most);
 
@@ -107,6 +110,7 @@ CLI::Option* add_option(CLI::App& app, const std::string& names, T& value,
   auto* option = app.add_option(names, value, help)->capture_default_str();
   constexpr bool kList = requires { value.push_back({}); } && !std::is_same_v<T, std::string>;
   if (!kList) option->take_last();  // as everywhere: of a flag given twice the last one counts
+  if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) option->check(whole_number());
   return name_variable(option);
 }
 

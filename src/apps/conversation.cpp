@@ -5,19 +5,21 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>
 
+#include "base/bounded_text.h"
 #include "engine/text_stream.h"
 
 namespace pagedkv::apps {
 namespace {
 
+namespace fs = std::filesystem;
 using nlohmann::ordered_json;
 
 [[noreturn]] void fail(const std::string& path, const std::string& what) {
@@ -35,8 +37,12 @@ void write_all(int fd, const std::string& text, const std::string& path) {
 
 struct File {
   int fd;
-  ~File() { close(fd); }
+  ~File() {
+    if (fd >= 0) close(fd);
+  }
 };
+
+constexpr int64_t kMostBytes = int64_t{64} << 20;
 
 }  // namespace
 
@@ -55,17 +61,30 @@ void Conversation::clear() {
 }
 
 Conversation Conversation::load(const std::string& path) {
-  if (!std::filesystem::exists(path))
+  std::error_code none;
+  if (!fs::exists(path, none))
     throw std::invalid_argument("--continue: there is no conversation at " + path);
-  std::ifstream in(path, std::ios::binary);
+  const std::string text = [&] {
+    try {
+      return read_regular_file(path, kMostBytes);
+    } catch (const std::runtime_error& error) {
+      fail(path, error.what());
+    }
+  }();
+  if (json_depth(text) > kMostJsonDepth) fail(path, "is no conversation: it is nested too deep");
   Conversation out;
   try {
-    const auto all = ordered_json::parse(in);
-    for (const auto& message : all.at("messages"))
+    const auto all = ordered_json::parse(text);
+    const auto& list = all.at("messages");
+    if (!list.is_array()) fail(path, "is no conversation: messages is not a list");
+    for (const auto& message : list)
       out.add(message.at("role").get<std::string>(), message.at("content").get<std::string>());
   } catch (const ordered_json::exception& error) {
     fail(path, std::string("is no conversation: ") + error.what());
   }
+  for (const ChatMessage& m : out.messages())
+    if (m.role != "system" && m.role != "user" && m.role != "assistant")
+      fail(path, "is no conversation: there is no role \"" + m.role + "\"");
   return out;
 }
 
@@ -74,19 +93,24 @@ void Conversation::save(const std::string& path) const {
   for (const auto& m : messages_)
     list.push_back({{"role", m.role}, {"content", valid_utf8(m.content)}});
   const std::string text = ordered_json{{"messages", list}}.dump(1) + "\n";
-  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code error;
-  std::filesystem::create_directories(folder, error);
+  const fs::path folder = fs::path(path).parent_path();
+  fs::create_directories(folder, error);
   if (error) fail(folder.string(), "cannot be made: " + error.message());
   chmod(folder.c_str(), 0700);
-  const std::string part = path + "." + std::to_string(getpid()) + ".part";
-  {
+  const fs::path linked = fs::canonical(path, error);  // a link stays one
+  const std::string target = error ? path : linked.string();
+  const std::string part = target + "." + std::to_string(getpid()) + ".part";
+  try {
     const File file{open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)};
     if (file.fd < 0) fail(part, std::string("cannot be written: ") + std::strerror(errno));
     write_all(file.fd, text, part);
+    if (fsync(file.fd) != 0 || std::rename(part.c_str(), target.c_str()) != 0)
+      fail(target, std::string("cannot be replaced: ") + std::strerror(errno));
+  } catch (...) {
+    unlink(part.c_str());
+    throw;
   }
-  if (std::rename(part.c_str(), path.c_str()) != 0)
-    fail(path, std::string("cannot be replaced: ") + std::strerror(errno));
 }
 
 std::string conversation_path() {

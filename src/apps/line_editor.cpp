@@ -52,6 +52,8 @@ LineEditor::LineEditor() : impl_(std::make_unique<Impl>()) {
   el_set(editor, EL_ADDFN, "interrupt-line", "End the line and forget it", &Impl::interrupt);
   el_set(editor, EL_BIND, "^C", "interrupt-line", nullptr);
   el_set(editor, EL_SETTY, "-d", "-isig", nullptr);
+  el_set(editor, EL_BIND, "\\e[1;5D", "ed-prev-word", nullptr);  // Ctrl-Left, Ctrl-Right
+  el_set(editor, EL_BIND, "\\e[1;5C", "em-next-word", nullptr);
   el_source(editor, nullptr);
 }
 

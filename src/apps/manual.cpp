@@ -195,7 +195,8 @@ void write_manual(const CLI::App& app, std::ostream& out) {
          "\\-\\-continue "
          "($XDG_STATE_HOME)\n"
          ".SH EXIT STATUS\n"
-         "0 done; 1 failed; 2 wrong usage; 4 model not supported or broken; 5 environment; 6 does "
+         "0 done; 1 failed; 2 wrong usage; 3 a result that differs from the reference; 4 model not "
+         "supported or broken; 5 environment; 6 does "
          "not fit.\n";
 }
 

@@ -236,7 +236,10 @@ int plan(const PlanOptions& o) {
   if (settings.context > 0 && chosen.sequences.back() == 0)
     throw CapacityError("-c " + std::to_string(settings.context) + ": a sequence in " +
                         chosen.format + " takes " + format_bytes(chosen.context_bytes) +
-                        ", there are " + format_bytes(plan.bytes) + " for pages");
+                        (chosen.context_bytes <= plan.bytes
+                             ? ", the pool has room for " + std::to_string(chosen.tokens) +
+                                   " tokens and does not grow"
+                             : ", there are " + format_bytes(plan.bytes) + " for pages"));
   return kOk;
 }
 

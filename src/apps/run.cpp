@@ -20,6 +20,7 @@
 #include "apps/cli.h"
 #include "apps/conversation.h"
 #include "apps/progress.h"
+#include "base/bounded_text.h"
 #include "engine/engine.h"
 #include "engine/text_stream.h"
 #include "pagedkv/base/log.h"
@@ -55,6 +56,10 @@ bool is_chat(const RunOptions& o) {
 TemplateKwargs parse_kwargs(const std::string& text) {
   TemplateKwargs out;
   if (text.empty()) return out;
+  if (json_depth(text) > kMostJsonDepth)
+    throw std::invalid_argument("--chat-template-kwargs: nested " +
+                                std::to_string(json_depth(text)) + " deep; the limit is " +
+                                std::to_string(kMostJsonDepth));
   const auto object = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!object.is_object())
     throw std::invalid_argument("--chat-template-kwargs " + text +
@@ -294,11 +299,6 @@ int run(RunOptions o, Clock::time_point start) {
     if (g_signals.load() > 0) engine.cancel(id);
   if (!o.json && !sink.ends_with_newline) std::fputs("\n", stdout);
   if (sink.error) std::rethrow_exception(sink.error);
-  if (o.go_on) {
-    conversation.add("assistant", sink.answer);
-    conversation.save(conversation_path());
-  }
-
   const int64_t num_prompt = sink.num_prompt;
   const auto first = sink.num_tokens ? sink.first_token : sink.finished;
   const double prompt_ms = ms_between(begin, first),
@@ -323,6 +323,15 @@ int run(RunOptions o, Clock::time_point start) {
                              {"total_tokens", all + sink.num_tokens}};
     std::cout << sink.json({{"usage", usage}, {"timings", timings}, {"stats", stats}}) << std::endl;
     if (!std::cout) throw std::runtime_error("standard output: cannot be written");
+  }
+  if (o.go_on) {
+    conversation.add("assistant", sink.answer);
+    try {
+      conversation.save(conversation_path());
+    } catch (const std::runtime_error& error) {
+      log(LogLevel::kWarning,
+          "the conversation is not kept for --continue: " + std::string(error.what()));
+    }
   }
   if (o.stats) std::fprintf(stderr, "%s\n", stats_text(stats, timings).c_str());
   return kOk;

@@ -11,12 +11,15 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "base/bounded_text.h"
 #include "pagedkv/base/log.h"
 
 namespace pagedkv::apps {
 namespace {
 
 enum Rank { kFile, kVariable, kFlag };
+
+constexpr const char* kFileVariable = "PAGEDKV_CONFIG";
 
 // A flag on the left, where it comes from a higher source, wins over those that refine it.
 struct Refined {
@@ -61,12 +64,34 @@ bool takes_many(const CLI::Option& option) {
   return option.get_multi_option_policy() == CLI::MultiOptionPolicy::TakeAll;
 }
 
-// By any of its names, with _ as good as -; null where there is none.
-const CLI::Option* find_option(const CLI::App& sub, std::string key) {
+// Prompts, files to read, help and the like have no variable and are no settings; nor is the file's own name.
+bool is_setting(const CLI::Option& option) {
+  return !option.get_envname().empty() && option.get_envname() != kFileVariable;
+}
+
+// With _ as good as -.
+std::string name_of(std::string key) {
   std::ranges::replace(key, '_', '-');
+  return key;
+}
+
+// The setting that has the name; null where there is none.
+const CLI::Option* find_option(const CLI::App& sub, const std::string& key) {
   for (const CLI::Option* option : sub.get_options())
-    if (std::ranges::count(long_names(*option), "--" + key)) return option;
+    if (is_setting(*option) && std::ranges::count(option->get_lnames(), name_of(key)))
+      return option;
   return nullptr;
+}
+
+// Whether `key` is the flag's other name, which turns it off.
+bool is_negative(const CLI::Option& option, const std::string& key) {
+  return std::ranges::count(option.get_fnames(), name_of(key)) > 0;
+}
+
+std::string joined(const std::vector<std::string>& values) {
+  std::string out;
+  for (const auto& value : values) out += (out.empty() ? "" : ",") + value;
+  return out;
 }
 
 std::string number(double x) {
@@ -75,6 +100,7 @@ std::string number(double x) {
 }
 
 struct File {
+  static constexpr int64_t kMostBytes = 1 << 20;
   std::string path;
 
   [[noreturn]] void fail(const toml::source_region& where, const std::string& what) const {
@@ -85,8 +111,14 @@ struct File {
   }
 
   toml::table parse() const {
+    std::string text;
     try {
-      return toml::parse_file(path);
+      text = read_regular_file(path, kMostBytes);
+    } catch (const std::runtime_error& error) {
+      throw std::invalid_argument("--config " + path + ": " + error.what());
+    }
+    try {
+      return toml::parse(text, path);
     } catch (const toml::parse_error& error) {
       fail(error.source(), std::string(error.description()));
     }
@@ -103,20 +135,25 @@ struct File {
   std::vector<std::string> values(const std::string& key, const toml::node& node,
                                   const CLI::Option& option) const {
     if (is_flag(option) && !node.is_boolean()) fail(node.source(), key + ": must be true or false");
-    const toml::array* list = node.as_array();
-    if (!list) return {scalar(key, node)};
     std::vector<std::string> out;
-    for (const toml::node& item : *list) out.push_back(scalar(key, item));
-    if (takes_many(option)) return out;
-    std::string joined;
-    for (const auto& value : out) joined += (joined.empty() ? "" : ",") + value;
-    return {joined};
+    if (const toml::array* list = node.as_array())
+      for (const toml::node& item : *list) out.push_back(scalar(key, item));
+    else
+      out = {scalar(key, node)};
+    for (const auto& value : out)  // CLI11 would take the next argument for an empty one
+      if (value.empty() || value == "{}" || value.find('\0') != std::string::npos)
+        fail(node.source(), key + ": an empty text, {} or a zero byte is no value");
+    if (takes_many(option) || out.size() < 2) return out;
+    return {joined(out)};
   }
 };
 
 // TOML's basic strings are escaped as JSON's are.
 std::string quoted(const std::string& text) {
-  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string out =
+      nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  for (size_t at; (at = out.find('\x7f')) != std::string::npos;) out.replace(at, 1, "\\u007f");
+  return out;
 }
 
 std::string as_toml(const CLI::Option& option, const std::string& value) {
@@ -144,7 +181,7 @@ void add_configuration(CLI::App& sub) {
          "--config", [](const std::string&) {},
          "TOML file with settings, or none (default: " + configuration_path() + ")")
       ->type_name("FILE")
-      ->envname("PAGEDKV_CONFIG")
+      ->envname(kFileVariable)
       ->take_last()
       ->group(group);
   sub.add_flag_callback(
@@ -153,6 +190,7 @@ void add_configuration(CLI::App& sub) {
 }
 
 Settings::Settings(const CLI::App& app, const CLI::App& sub, std::vector<std::string>& args) {
+  check_values(sub, args);
   take_flags(sub, args);
   take_variables(sub);
   take_file(app, sub, args);
@@ -161,6 +199,17 @@ Settings::Settings(const CLI::App& app, const CLI::App& sub, std::vector<std::st
   for (const Setting& s : settings_)
     for (const auto& value : s.values) added.push_back(long_names(*s.option).front() + "=" + value);
   args.insert(args.begin() + 1, added.begin(), added.end());
+}
+
+// CLI11 would take the next argument for the value of --flag=.
+void Settings::check_values(const CLI::App& sub, const std::vector<std::string>& args) {
+  for (const auto& arg : args) {
+    if (arg == "--") return;
+    if (!arg.starts_with("--") || !arg.ends_with('=')) continue;
+    for (const CLI::Option* option : sub.get_options())
+      if (std::ranges::count(long_names(*option), arg.substr(0, arg.size() - 1)))
+        throw std::invalid_argument(arg + " has no value; leave the flag out instead");
+  }
 }
 
 void Settings::take_flags(const CLI::App& sub, const std::vector<std::string>& args) {
@@ -184,10 +233,12 @@ void Settings::take_file(const CLI::App& app, const CLI::App& sub,
                          const std::vector<std::string>& args) {
   std::optional<std::string> asked = value_of(args, "--config");
   for (const Setting& s : settings_)
-    if (!asked && !s.values.empty() && s.option == find_option(sub, "config")) asked = s.values[0];
+    if (!asked && !s.values.empty() && s.option->get_envname() == kFileVariable)
+      asked = s.values[0];
   const File file{asked.value_or(configuration_path())};
   if (file.path == "none") return;
-  if (!std::filesystem::exists(file.path)) {
+  std::error_code none;
+  if (!std::filesystem::exists(file.path, none)) {
     if (asked) throw std::invalid_argument("--config " + file.path + ": there is no such file");
     return;
   }
@@ -204,9 +255,14 @@ void Settings::take_file(const CLI::App& app, const CLI::App& sub,
       const CLI::Option* option = find_option(command, key);
       if (!option && needed)
         file.fail(node.source(), key + ": pagedkv " + command.get_name() + " has no such setting");
-      if (!option || &command != &sub || key == "config" || key == "print-config") continue;
-      const auto values = file.values(key, node, *option);
-      if (!find(*option)) settings_.push_back({option, kFile, file.place(node.source()), values});
+      if (!option || &command != &sub) continue;
+      std::vector<std::string> values = file.values(key, node, *option);
+      if (is_negative(*option, key)) values = {values[0] == "true" ? "false" : "true"};
+      const Setting* before = find(*option);
+      if (before && before->rank == kFile && needed == before->in_section)
+        file.fail(node.source(), key + ": was set at " + before->source + " already");
+      if (!before && !values.empty())
+        settings_.push_back({option, kFile, file.place(node.source()), values, needed});
     }
   };
   for (const auto& [name, node] : table) {
@@ -261,19 +317,22 @@ std::string Settings::show(const CLI::App& sub) const {
       << sub.get_name() << "]\n";
   for (const CLI::Option* option : sub.get_options()) {
     const std::string group = option->get_group();
-    if (option->get_lnames().empty() || group.empty() || group == "Configuration" ||
-        option == sub.get_help_ptr())
-      continue;
+    if (!is_setting(*option) || group.empty()) continue;
     const Setting* setting = find(*option);
     std::vector<std::string> values = option->results();
     if (option->count() == 0) {
       values.clear();
-      if (const std::string value = option->get_default_str(); !value.empty())
+      std::string value = option->get_default_str();
+      if (value.starts_with('[') && value.ends_with(']'))  // of a list
+        value = value.substr(1, value.size() - 2);
+      if (!value.empty())
         values.push_back(value);
       else if (is_flag(*option))
         values.push_back("false");
-    } else if (!takes_many(*option)) {
+    } else if (option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeLast) {
       values = {values.back()};
+    } else if (!takes_many(*option)) {
+      values = {joined(values)};
     }
     std::string text;
     for (const auto& value : values) text += (text.empty() ? "" : ", ") + as_toml(*option, value);

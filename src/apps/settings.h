@@ -30,7 +30,10 @@ class Settings {
     int rank;            // of its source, the higher wins
     std::string source;  // for people
     std::vector<std::string> values;
+    bool in_section = false;  // of the file
   };
+
+  static void check_values(const CLI::App& sub, const std::vector<std::string>& args);
 
   void take_flags(const CLI::App& sub, const std::vector<std::string>& args);
   void take_variables(const CLI::App& sub);

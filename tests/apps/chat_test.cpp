@@ -234,8 +234,9 @@ TEST(Conversation, RefusesWhatIsNone) {
   fs::create_directories(dir);
   const std::string path = (dir / "c.json").string();
   EXPECT_THROW(Conversation::load(path), std::invalid_argument);
-  for (const char* text :
-       {"", "{}", "[1]", "{\"messages\": 3}", "{\"messages\": [{\"role\": 1}]}"}) {
+  for (const char* text : {"", "{}", "[1]", "{\"messages\": null}",
+                           "{\"messages\": [{\"role\": \"boss\", \"content\": \"\"}]}",
+                           "{\"messages\": 3}", "{\"messages\": [{\"role\": 1}]}"}) {
     std::ofstream(path) << text;
     EXPECT_THROW(Conversation::load(path), std::runtime_error) << text;
   }

@@ -496,6 +496,12 @@ TEST_F(Cli, BadConfigurationIsNamedWithItsLine) {
       {"x = 1\nx = 2\n", "c.toml:2: "},
       {"\n[run]\nblock-size = 999\n", "--block-size was set by"},
       {"[run]\nexact = 'maybe'\n", "c.toml:2"},
+      {"system = ''\n", "c.toml:1: system: an empty text"},
+      {"[run]\nstop = ['x', '']\n", "c.toml:2: stop: an empty text"},
+      {"[run]\nprompt = 'x'\n", "c.toml:2: prompt"},
+      {"[run]\nhelp = true\n", "c.toml:2: help"},
+      {"[run]\nblock_size = 4\nblock-size = 8\n", "was set at"},
+      {"seed = 99999999999999999999\n", "c.toml:1"},
   };
   for (const auto& c : cases) {
     const auto r = run("run -m toy: x --config " + file("c.toml", c.text));
@@ -503,6 +509,14 @@ TEST_F(Cli, BadConfigurationIsNamedWithItsLine) {
     EXPECT_NE(r.err.find(c.says), std::string::npos) << c.text << r.err;
   }
   EXPECT_EQ(run("run -m toy: x --config /nonexistent.toml").code, 2);
+  EXPECT_EQ(run("run -m toy: x --config /").code, 2);
+  EXPECT_EQ(run("run -m toy: x --config /dev/zero").code, 2);
+  EXPECT_EQ(run("run -m toy: --system= -n 2 x").code, 2);
+  EXPECT_EQ(run("run -m toy: x -s 99999999999999999999").code, 2);
+  EXPECT_EQ(run("run -m toy: -n 40 --num-blocks 1 x --config " +
+                file("c.toml", "[run]\nno-dynamic = true\n"))
+                .code,
+            6);
 }
 
 TEST_F(Cli, PrintsSettingsWithTheirSources) {
@@ -559,6 +573,8 @@ TEST_F(Cli, RunTakesASystemMessageAndTemplateVariables) {
   EXPECT_EQ(run("run -m toy: x --chat-template-kwargs '[1]'").code, 2);
   EXPECT_EQ(run(tiny + "x --chat-template-kwargs '{\"enable_thinking\": 3}'").code, 2);
   EXPECT_EQ(run("run -m toy: x --continue", "XDG_STATE_HOME=" + dir.string()).code, 2);
+  const std::string deep = "{\"a\": " + std::string(2000, '[') + std::string(2000, ']') + "}";
+  EXPECT_EQ(run("run -m toy: x --chat-template-kwargs '" + deep + "'").code, 2);
 }
 
 }  // namespace

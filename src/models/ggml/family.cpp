@@ -147,7 +147,7 @@ void check_key(const GgufFile& file, const Family& family, const std::string& ke
   const double value = *file.number(key);
   if (value == rule->only) return;
   if (name == "expert_count") {
-    file.fail(key + " is " + std::to_string(static_cast<int64_t>(value)) +
+    file.fail(key + " is " + std::to_string(value) +
               ": mixtures of experts are not supported; try a dense model of the same family");
   }
   file.fail(key + " is " + std::to_string(value) + "; only " + std::to_string(rule->only) +

@@ -1,12 +1,11 @@
 #include "models/ggml/hf_config.h"
 
 #include <algorithm>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 #include <string_view>
 
+#include "base/bounded_text.h"
 #include "models/ggml/describe.h"
 #include "models/ggml/family.h"
 #include "models/ggml/ggml_model.h"
@@ -18,7 +17,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::streamoff kMostBytes = 16 << 20;  // a config.json has some thousand
+constexpr int64_t kMostBytes = 16 << 20;  // a config.json has some thousand
 
 // Which layers have the window that sliding_window gives, where layer_types does not say.
 enum class Windows {
@@ -120,16 +119,16 @@ class Config {
 
 Config read_config(const std::string& path) {
   const auto fail = [&](const std::string& what) { throw ModelError(path + ": " + what); };
-  std::ifstream in(path, std::ios::binary | std::ios::ate);
-  if (!in.is_open()) fail("cannot be opened");
-  const std::streamoff bytes = in.tellg();
-  if (bytes < 0 || !in.seekg(0)) fail("is not a regular file");
-  if (bytes > kMostBytes)
-    fail("has " + std::to_string(bytes) + " bytes; a config.json may have " +
-         std::to_string(kMostBytes));
-  std::stringstream content;
-  content << in.rdbuf();
-  json object = json::parse(content.str(), nullptr, /*allow_exceptions=*/false);
+  std::string text;
+  try {
+    text = read_regular_file(path, kMostBytes);
+  } catch (const std::runtime_error& error) {
+    fail(error.what());
+  }
+  if (json_depth(text) > kMostJsonDepth)
+    fail("is nested " + std::to_string(json_depth(text)) + " deep; the limit is " +
+         std::to_string(kMostJsonDepth));
+  json object = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!object.is_object()) fail("cannot be read as a JSON object");
   return {path, std::move(object)};
 }
@@ -232,6 +231,8 @@ ModelInfo describe_hf_config(const std::string& path) {
   const auto word = [](const Config& c) { return c.text("dtype", c.text("torch_dtype", "")); };
   std::string dtype = word(config).empty() ? word(file) : word(config);
   if (dtype.empty()) dtype = "bfloat16";
+  if (dtype != "float32" && dtype != "float16" && dtype != "bfloat16")
+    file.fail("dtype is " + dtype + "; supported: float32, float16, bfloat16");
   const bool tied =
       file.boolean("tie_word_embeddings", config.boolean("tie_word_embeddings", type.tied));
   const int64_t num_params = count_parameters(family, hp, !tied);
