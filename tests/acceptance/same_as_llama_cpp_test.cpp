@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <ostream>
 
 #include "acceptance/test_model.h"
 #include "models/ggml/ggml_text.h"
@@ -81,6 +82,9 @@ struct Prompt {
   const char* model;
   int tokens;
 };
+void PrintTo(const Prompt& prompt, std::ostream* out) {  // the name of the test, for ctest
+  *out << prompt.model << ", " << prompt.tokens << " tokens";
+}
 
 class SameAsLlamaCpp : public ::testing::TestWithParam<Prompt> {};
 
