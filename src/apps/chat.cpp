@@ -214,13 +214,7 @@ class Session {
   // Once is enough to say that it cannot be kept.
   void save() {
     if (chat_.save_path.empty()) return;
-    try {
-      chat_.conversation.save(chat_.save_path);
-    } catch (const std::runtime_error& error) {
-      log(LogLevel::kWarning,
-          "the conversation is not kept for --continue: " + std::string(error.what()));
-      chat_.save_path.clear();
-    }
+    if (!chat_.conversation.keep(chat_.save_path)) chat_.save_path.clear();
   }
 
   Chat chat_;

@@ -57,6 +57,17 @@ std::string format_bytes(int64_t bytes) {
   return text;
 }
 
+std::string joined(const std::vector<std::string>& words, const char* between) {
+  std::string out;
+  for (const auto& word : words) out += (out.empty() ? "" : between) + word;
+  return out;
+}
+
+std::string shortest(double x) {
+  char text[40];
+  return {text, std::to_chars(text, text + sizeof text, x).ptr};
+}
+
 std::string read_all(std::istream& in, const std::string& name) {
   constexpr size_t kMostBytes = size_t{64} << 20;
   std::string text;
@@ -130,14 +141,15 @@ CLI::Option* name_variable(CLI::Option* option) {
   return option->envname(variable);
 }
 
+std::string own_folder(const char* variable, const char* below_home) {
+  const char* folder = std::getenv(variable);
+  const char* home = std::getenv("HOME");
+  return (folder && *folder ? folder : std::string(home ? home : "") + below_home) + "/pagedkv";
+}
+
 std::string cache_folder() {
-  const auto value = [](const char* name) {
-    const char* v = std::getenv(name);
-    return std::string(v ? v : "");
-  };
-  if (const auto dir = value("PAGEDKV_CACHE_DIR"); !dir.empty()) return dir;
-  if (const auto dir = value("XDG_CACHE_HOME"); !dir.empty()) return dir + "/pagedkv";
-  return value("HOME") + "/.cache/pagedkv";
+  const char* own = std::getenv("PAGEDKV_CACHE_DIR");
+  return own && *own ? own : own_folder("XDG_CACHE_HOME", "/.cache");
 }
 
 void ModelOptions::add_model(CLI::App& app) {

@@ -38,6 +38,12 @@ std::string printable(std::string text);
 // "1.5 GiB"; kUnlimitedBytes: "unlimited"
 std::string format_bytes(int64_t bytes);
 
+// "a, b, c"
+std::string joined(const std::vector<std::string>& words, const char* between);
+
+// The shortest decimals that read back to the same bits.
+std::string shortest(double x);
+
 // A text of at most 64 MiB, which keeps an endless file from eating the memory. Throw std::invalid_argument; `name` is
 // what the error calls it.
 std::string read_all(std::istream& in, const std::string& name);
@@ -100,6 +106,9 @@ LoadedModel load_model(const ModelOptions& options, bool progress, bool text = t
 // The start-up line: family, pages, bytes per token, exact or not, kernels, threads, what fits.
 std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool,
                          int num_threads);
+
+// pagedkv's folder below the one that `variable` names, an XDG one, or below that place in the home folder.
+std::string own_folder(const char* variable, const char* below_home);
 
 // $XDG_CACHE_HOME/pagedkv, or ~/.cache/pagedkv; PAGEDKV_CACHE_DIR wins.
 std::string cache_folder();

@@ -6,15 +6,16 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>
 
+#include "apps/cli.h"
 #include "base/bounded_text.h"
 #include "engine/text_stream.h"
+#include "pagedkv/base/log.h"
 
 namespace pagedkv::apps {
 namespace {
@@ -113,12 +114,19 @@ void Conversation::save(const std::string& path) const {
   }
 }
 
+bool Conversation::keep(const std::string& path) const {
+  try {
+    save(path);
+    return true;
+  } catch (const std::runtime_error& error) {
+    log(LogLevel::kWarning,
+        "the conversation is not kept for --continue: " + std::string(error.what()));
+    return false;
+  }
+}
+
 std::string conversation_path() {
-  const char* state = std::getenv("XDG_STATE_HOME");
-  const char* home = std::getenv("HOME");
-  const std::string folder =
-      state && *state ? state : std::string(home ? home : "") + "/.local/state";
-  return folder + "/pagedkv/conversation.json";
+  return own_folder("XDG_STATE_HOME", "/.local/state") + "/conversation.json";
 }
 
 }  // namespace pagedkv::apps

@@ -23,6 +23,8 @@ class Conversation {
   static Conversation load(const std::string& path);
   // Replaces the file at once, readable by its owner alone. Throws std::runtime_error.
   void save(const std::string& path) const;
+  // The same, but a failure is a warning: what was said is there all the same. Whether it was saved.
+  bool keep(const std::string& path) const;
 
  private:
   std::vector<ChatMessage> messages_;

@@ -45,12 +45,6 @@ std::vector<std::string> choices(const CLI::Option& option) {
 
 bool takes_value(const CLI::Option& option) { return option.get_expected_max() > 0; }
 
-std::string joined(const std::vector<std::string>& words, const char* between) {
-  std::string out;
-  for (const auto& word : words) out += (out.empty() ? "" : between) + word;
-  return out;
-}
-
 std::string in_quotes(const std::string& text) { return std::string(1, '\'').append(text) += '\''; }
 
 // Every occurrence of a character of `special` gets `mark` before it.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -136,11 +135,9 @@ class RunSink final : public RequestSink {
                  ",\"logprob\":" + number(event.logprob.value_or(NAN)) + "}";
     }
     write(event.text);
-    if (options_.go_on) answer += event.text;
   }
-  void on_finish(FinishReason why, std::string_view text, std::exception_ptr e) override {
-    write(text);
-    if (options_.go_on) answer += text;
+  void on_finish(FinishReason why, std::string_view rest, std::exception_ptr e) override {
+    write(rest);
     reason = why;
     error = e;
     finished = Clock::now();
@@ -153,7 +150,7 @@ class RunSink final : public RequestSink {
       prompt +=
           (i ? "," : "") + std::string("{\"id\":") + std::to_string(prompt_[i]) + ",\"logprob\":" +
           (i == 0 || i > prompt_logprobs_.size() ? "null" : number(prompt_logprobs_[i - 1])) + "}";
-    std::string out = "{\"text\":" + quoted(text_) +
+    std::string out = "{\"text\":" + quoted(text) +
                       ",\"finish_reason\":" + quoted(std::string(finish_reason_name(reason))) +
                       ",\"tokens\":[" + tokens_ + "],\"prompt_tokens\":[" + prompt + "]";
     for (const auto& [key, value] : rest.items()) out += "," + quoted(key) + ":" + value.dump();
@@ -162,41 +159,30 @@ class RunSink final : public RequestSink {
 
   int64_t num_prompt = 0;  // prompt tokens computed; fewer than all where the run was cancelled
   int64_t num_tokens = 0;
-  std::string answer;  // with --continue
+  std::string text;  // the answer
   FinishReason reason = FinishReason::kError;
   std::exception_ptr error;
   Clock::time_point first_token{}, last_token{}, finished{};
 
  private:
-  // Shortest decimals that read back to the same bits; JSON has no infinity.
-  static std::string number(double x) {
-    if (!std::isfinite(x)) return "-9999.0";
-    char text[40];
-    const auto end = std::to_chars(text, text + sizeof text, x).ptr;
-    return {text, end};
+  // JSON has no infinity.
+  static std::string number(double x) { return std::isfinite(x) ? shortest(x) : "-9999.0"; }
+  static std::string quoted(const std::string& what) {
+    return ordered_json(valid_utf8(what)).dump();
   }
-  static std::string quoted(const std::string& text) {
-    return ordered_json(valid_utf8(text)).dump();
-  }
-  void write(std::string_view text) {
-    if (options_.json) {
-      text_ += text;
-      return;
-    }
-    if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
+  void write(std::string_view more) {
+    text += more;
+    if (options_.json) return;
+    if (std::fwrite(more.data(), 1, more.size(), stdout) != more.size() || std::fflush(stdout) != 0)
       throw std::runtime_error("standard output: cannot be written");
-    if (!text.empty()) ends_with_newline = text.back() == '\n';
   }
 
   const RunOptions& options_;
   const Tokenizer& tokenizer_;
   const std::vector<int32_t>& prompt_;
   ProgressBar bar_;
-  std::string text_, tokens_;
+  std::string tokens_;
   std::vector<double> prompt_logprobs_;
-
- public:
-  bool ends_with_newline = true;
 };
 
 int64_t peak_rss_bytes() {
@@ -297,7 +283,7 @@ int run(RunOptions o, Clock::time_point start) {
   const RequestId id = engine.submit(std::move(request), sink);
   while (engine.step())
     if (g_signals.load() > 0) engine.cancel(id);
-  if (!o.json && !sink.ends_with_newline) std::fputs("\n", stdout);
+  if (!o.json && !sink.text.empty() && sink.text.back() != '\n') std::fputs("\n", stdout);
   if (sink.error) std::rethrow_exception(sink.error);
   const int64_t num_prompt = sink.num_prompt;
   const auto first = sink.num_tokens ? sink.first_token : sink.finished;
@@ -325,13 +311,8 @@ int run(RunOptions o, Clock::time_point start) {
     if (!std::cout) throw std::runtime_error("standard output: cannot be written");
   }
   if (o.go_on) {
-    conversation.add("assistant", sink.answer);
-    try {
-      conversation.save(conversation_path());
-    } catch (const std::runtime_error& error) {
-      log(LogLevel::kWarning,
-          "the conversation is not kept for --continue: " + std::string(error.what()));
-    }
+    conversation.add("assistant", sink.text);
+    conversation.keep(conversation_path());
   }
   if (o.stats) std::fprintf(stderr, "%s\n", stats_text(stats, timings).c_str());
   return kOk;

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "apps/cli.h"
 #include "base/bounded_text.h"
 #include "pagedkv/base/log.h"
 
@@ -88,17 +89,6 @@ bool is_negative(const CLI::Option& option, const std::string& key) {
   return std::ranges::count(option.get_fnames(), name_of(key)) > 0;
 }
 
-std::string joined(const std::vector<std::string>& values) {
-  std::string out;
-  for (const auto& value : values) out += (out.empty() ? "" : ",") + value;
-  return out;
-}
-
-std::string number(double x) {
-  char text[40];
-  return {text, std::to_chars(text, text + sizeof text, x).ptr};
-}
-
 struct File {
   static constexpr int64_t kMostBytes = 1 << 20;
   std::string path;
@@ -127,7 +117,7 @@ struct File {
   std::string scalar(const std::string& key, const toml::node& node) const {
     if (const auto* text = node.as_string()) return text->get();
     if (const auto* integer = node.as_integer()) return std::to_string(integer->get());
-    if (const auto* real = node.as_floating_point()) return number(real->get());
+    if (const auto* real = node.as_floating_point()) return shortest(real->get());
     if (const auto* yes = node.as_boolean()) return yes->get() ? "true" : "false";
     fail(node.source(), key + ": must be a text, a number, true or false, or a list of these");
   }
@@ -144,7 +134,7 @@ struct File {
       if (value.empty() || value == "{}" || value.find('\0') != std::string::npos)
         fail(node.source(), key + ": an empty text, {} or a zero byte is no value");
     if (takes_many(option) || out.size() < 2) return out;
-    return {joined(out)};
+    return {joined(out, ",")};
   }
 };
 
@@ -167,11 +157,7 @@ std::string as_toml(const CLI::Option& option, const std::string& value) {
 }  // namespace
 
 std::string configuration_path() {
-  const char* config = std::getenv("XDG_CONFIG_HOME");
-  const char* home = std::getenv("HOME");
-  const std::string folder =
-      config && *config ? config : std::string(home ? home : "") + "/.config";
-  return folder + "/pagedkv/config.toml";
+  return own_folder("XDG_CONFIG_HOME", "/.config") + "/config.toml";
 }
 
 // Both are read before and after parsing, not by it.
@@ -332,7 +318,7 @@ std::string Settings::show(const CLI::App& sub) const {
     } else if (option->get_multi_option_policy() == CLI::MultiOptionPolicy::TakeLast) {
       values = {values.back()};
     } else if (!takes_many(*option)) {
-      values = {joined(values)};
+      values = {joined(values, ",")};
     }
     std::string text;
     for (const auto& value : values) text += (text.empty() ? "" : ", ") + as_toml(*option, value);

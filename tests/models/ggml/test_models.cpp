@@ -1,5 +1,7 @@
 #include "models/ggml/test_models.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -81,6 +83,22 @@ PagePoolOptions pool_options(const ModelInfo& info, const RunOptions& options) {
   out.max_bytes = int64_t{256} << 20;
   out.shuffle_seed = options.shuffle_seed;
   return out;
+}
+
+void expect_same_shape(const ModelInfo& got, const ModelInfo& want, const std::string& name) {
+  EXPECT_EQ(got.family, want.family) << name;
+  EXPECT_EQ(got.vocab_size, want.vocab_size) << name;
+  EXPECT_EQ(got.context_length, want.context_length) << name;
+  EXPECT_EQ(got.num_layers, want.num_layers) << name;
+  EXPECT_EQ(got.num_q_heads, want.num_q_heads) << name;
+  EXPECT_EQ(got.num_params, want.num_params) << name;
+  EXPECT_EQ(got.weight_bytes, want.weight_bytes) << name;
+  EXPECT_EQ(got.step_bytes, want.step_bytes) << name;
+  ASSERT_EQ(got.groups.size(), want.groups.size()) << name;
+  for (size_t g = 0; g < want.groups.size(); ++g) {
+    EXPECT_EQ(got.groups[g].sliding_window, want.groups[g].sliding_window) << name;
+    EXPECT_EQ(got.groups[g].layers.size(), want.groups[g].layers.size()) << name;
+  }
 }
 
 std::vector<float> all_logits(Model& model, std::span<const int32_t> tokens,

@@ -36,6 +36,9 @@ struct RunOptions {
   uint64_t shuffle_seed = 0;
 };
 
+// That two descriptions are of models of one shape; `name` is for messages.
+void expect_same_shape(const ModelInfo& got, const ModelInfo& want, const std::string& name);
+
 // Page pool for a model.
 PagePoolOptions pool_options(const ModelInfo& info, const RunOptions& options);
 
