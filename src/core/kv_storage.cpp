@@ -57,8 +57,8 @@ int64_t KvStorage::offset() const noexcept {
   return *std::min_element(offsets_.begin(), offsets_.end());
 }
 
-int64_t KvStorage::window_pages() const noexcept {
-  return blocks_for(geometry_.context_window, geometry_.block_size);
+int64_t KvStorage::window_pages(int64_t context_window) const noexcept {
+  return blocks_for(context_window, geometry_.block_size);
 }
 
 void KvStorage::fail() const {
@@ -77,7 +77,9 @@ void KvStorage::make_room(int layer, int64_t num_tokens) {
     if (!geometry_.dynamic)
       throw CapacityError("paged KV cache capacity exceeded: " + std::to_string(length) + " > " +
                           std::to_string(capacity()) + " tokens, and growth is off");
-    if (!pool_.try_grow(0, blocks_for(length, geometry_.block_size), window_pages())) fail();
+    if (!pool_.try_grow(0, blocks_for(length, geometry_.block_size),
+                        window_pages(geometry_.context_window)))
+      fail();
   }
   table_.append(length - table_.length());
 }
@@ -166,11 +168,13 @@ void KvStorage::copy_rows(const KvStorage& from, int layer, int64_t num_tokens) 
   offsets_[layer] = num_tokens;
 }
 
-void KvStorage::grow_to(int64_t num_tokens) {
+void KvStorage::grow_to(int64_t num_tokens, int64_t context_window) {
   if (num_tokens > capacity() && !geometry_.dynamic)
     throw CapacityError("paged KV cache capacity " + std::to_string(capacity()) +
                         " tokens cannot grow to " + std::to_string(num_tokens) + ": growth is off");
-  if (!pool_.try_grow(0, blocks_for(num_tokens, geometry_.block_size), window_pages())) fail();
+  if (!pool_.try_grow(0, blocks_for(num_tokens, geometry_.block_size),
+                      window_pages(context_window)))
+    fail();
 }
 
 void KvStorage::shrink_to(int64_t num_tokens) {

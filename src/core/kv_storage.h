@@ -61,14 +61,15 @@ class KvStorage {
   // Takes the first num_tokens tokens of another storage of the same shape, byte for byte.
   void copy_rows(const KvStorage& from, int layer, int64_t num_tokens);
 
-  void grow_to(int64_t num_tokens);  // capacity, with its memory; throws as make_room
+  // Capacity, with its memory; throws as make_room.
+  void grow_to(int64_t num_tokens, int64_t context_window);
   void shrink_to(int64_t num_tokens);
   void trim_to(int64_t num_tokens);  // every layer, at most offset()
 
  private:
   template <class Visit>
   void for_each_run(int64_t first, int64_t count, const Visit& visit) const;
-  int64_t window_pages() const noexcept;
+  int64_t window_pages(int64_t context_window) const noexcept;
   [[noreturn]] void fail() const;
 
   KvShape shape_;

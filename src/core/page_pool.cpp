@@ -378,6 +378,9 @@ LayerPages PagePool::layer_pages(int layer) const noexcept {
 }
 
 int64_t PagePool::capacity(int group) const noexcept { return impl_->group(group).capacity(); }
+int64_t PagePool::committed(int group) const noexcept {
+  return impl_->group(group).num_committed();
+}
 int64_t PagePool::max_pages(int group) const noexcept { return impl_->group(group).max_pages(); }
 
 int64_t PagePool::pages_free(int group) const noexcept {

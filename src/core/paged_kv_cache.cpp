@@ -70,10 +70,10 @@ struct PagedKVCache::Impl {
   }
   void check_queries(const TensorView& queries, int layer) const;
   KvShape shape_of(const TensorView& keys, const TensorView& values) const;
-  std::unique_ptr<KvStorage> new_storage(const KvShape& shape) const;
+  std::shared_ptr<KvStorage> new_storage(const KvShape& shape) const;
   void write(KvStorage& into, int layer, const TensorView& keys, const TensorView& values);
   std::pair<Tensor, Tensor> read(int layer, bool want_keys, bool want_values);
-  void replace(std::unique_ptr<KvStorage> next);
+  void replace(std::shared_ptr<KvStorage> next);
   void count_attention(int64_t num_queries);
   Executor& executor() { return options.executor != nullptr ? *options.executor : own_executor; }
   int64_t capacity() const noexcept {
@@ -84,7 +84,7 @@ struct PagedKVCache::Impl {
   PagedKVQuantConfig quant;
   KvGeometry geometry;  // num_blocks: what the next allocation begins with
   ThreadPool own_executor{1};
-  std::unique_ptr<KvStorage> storage;  // null before the first write
+  std::shared_ptr<KvStorage> storage;  // null before the first write; shared with pages_owner()
 
   PagedKVCacheStats counters;  // those that are counted here
   PagePoolStats past;          // of storages that are gone
@@ -133,8 +133,8 @@ KvShape PagedKVCache::Impl::shape_of(const TensorView& keys, const TensorView& v
   return shape;
 }
 
-std::unique_ptr<KvStorage> PagedKVCache::Impl::new_storage(const KvShape& shape) const {
-  return std::make_unique<KvStorage>(shape, geometry);
+std::shared_ptr<KvStorage> PagedKVCache::Impl::new_storage(const KvShape& shape) const {
+  return std::make_shared<KvStorage>(shape, geometry);
 }
 
 // Rows that were checked, into a storage of their shape.
@@ -155,7 +155,7 @@ void PagedKVCache::update(const TensorView& keys, const TensorView& values, int 
   const KvShape shape = p.shape_of(keys, values);
   if (p.storage) {
     if (shape != p.storage->shape())
-      fail("shape or dtype changed: had " + p.storage->shape().text() + ", got " + shape.text());
+      fail("shape/dtype changed: had " + p.storage->shape().text() + ", got " + shape.text());
     p.write(*p.storage, layer, keys, values);
     return;
   }
@@ -330,7 +330,7 @@ std::pair<Tensor, Tensor> PagedKVCache::state(int layer) const {
 }
 
 // The old pages go when the new ones hold everything.
-void PagedKVCache::Impl::replace(std::unique_ptr<KvStorage> next) {
+void PagedKVCache::Impl::replace(std::shared_ptr<KvStorage> next) {
   if (storage) {
     const PagePoolStats s = storage->pool().stats();
     past.allocations += s.allocations;
@@ -446,12 +446,14 @@ void PagedKVCache::reset() noexcept { impl_->replace(nullptr); }
 
 // ---- size
 
-void PagedKVCache::grow_to_capacity(int64_t num_tokens) {
+void PagedKVCache::grow_to_capacity(int64_t num_tokens, std::optional<int64_t> context_window) {
   Impl& p = *impl_;
   const int64_t most = int64_t{std::numeric_limits<int32_t>::max()};
   if (num_tokens < 0 || num_tokens > most)
     fail("capacity of " + str(num_tokens) + " tokens: must be in 0.." + str(most));
-  if (p.storage) return p.storage->grow_to(num_tokens);
+  const int64_t window = context_window.value_or(p.geometry.context_window);
+  if (window < 0) fail("context_window " + str(window) + ": must be at least 0 (0: none)");
+  if (p.storage) return p.storage->grow_to(num_tokens, window);
   if (num_tokens <= p.capacity()) return;
   if (!p.geometry.dynamic)
     throw CapacityError("paged KV cache capacity " + str(p.capacity()) + " tokens cannot grow to " +
@@ -459,7 +461,7 @@ void PagedKVCache::grow_to_capacity(int64_t num_tokens) {
   const int64_t size = p.geometry.block_size;
   p.geometry.num_blocks = static_cast<int32_t>(
       std::min<int64_t>(most, grown_pages(p.geometry.num_blocks, (num_tokens + size - 1) / size,
-                                          (p.geometry.context_window + size - 1) / size)));
+                                          window / size + (window % size != 0))));
 }
 
 int64_t PagedKVCache::shrink_to_capacity(int64_t num_tokens) {
@@ -526,6 +528,10 @@ LayerPages PagedKVCache::layer_pages(int layer) const {
   impl_->check_layer(layer);
   return impl_->storage ? impl_->storage->pool().layer_pages(layer) : LayerPages();
 }
+int64_t PagedKVCache::committed_blocks() const noexcept {
+  return impl_->storage ? impl_->storage->pool().committed(0) : 0;
+}
+std::shared_ptr<const void> PagedKVCache::pages_owner() const noexcept { return impl_->storage; }
 std::span<const PageId> PagedKVCache::block_table() const noexcept {
   return impl_->storage ? impl_->storage->pages() : std::span<const PageId>();
 }

@@ -355,6 +355,32 @@ TEST(PagedKVCache, TheContextWindowHoldsGrowthBackUnlessMoreIsNeeded) {
   EXPECT_EQ(cache.capacity(), 68);  // 45 tokens do not fit the window: (3 * 11 + 1) / 2 blocks
 }
 
+TEST(PagedKVCache, GrowthOnRequestTakesAWindowOfItsOwn) {
+  PagedKVCacheOptions o = small();
+  o.num_blocks = 10;
+  PagedKVCache cache(o);
+  cache.grow_to_capacity(41, 44);  // 15 blocks without the window
+  EXPECT_EQ(cache.capacity(), 44);
+  cache.update(rows(1, 1, 41, 8), rows(2, 1, 41, 8));
+  cache.grow_to_capacity(48, 52);
+  EXPECT_EQ(cache.capacity(), 52);
+  EXPECT_EQ(cache.committed_blocks(), 13);
+  EXPECT_THROW(cache.grow_to_capacity(60, -1), std::invalid_argument);
+}
+
+TEST(PagedKVCache, PagesOutliveResetWhileTheirOwnerIsHeld) {
+  PagedKVCache cache(small());
+  EXPECT_EQ(cache.pages_owner(), nullptr);
+  const Tensor k = rows(1, 1, 4, 8);
+  cache.update(k, rows(2, 1, 4, 8));
+  const std::shared_ptr<const void> owner = cache.pages_owner();
+  const LayerPages pages = cache.layer_pages();
+  cache.set_state(rows(3, 1, 4, 8), rows(4, 1, 4, 8));
+  cache.reset();
+  EXPECT_EQ(std::memcmp(pages.keys.data, k.bytes.data(), k.bytes.size()), 0);
+  EXPECT_EQ(cache.pages_owner(), nullptr);
+}
+
 TEST(PagedKVCache, GrowsAheadOfTheWrites) {
   PagedKVCache cache(small());
   cache.grow_to_capacity(100);  // before the pages exist: the first write makes them

@@ -42,6 +42,8 @@ class BlockTable {
   // rise; no byte is copied).
   [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
 
+  int num_groups() const noexcept { return static_cast<int>(pages_.size()); }
+  int page_size() const noexcept { return pool_->page_size(); }
   // group must be one of the pool's.
   std::span<const PageId> pages(int group) const noexcept { return pages_[group]; }
 

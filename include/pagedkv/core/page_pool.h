@@ -128,6 +128,7 @@ class PagePool {
   void copy_page(int group, PageId from, PageId to);
 
   int64_t capacity(int group) const noexcept;    // pages usable without growth
+  int64_t committed(int group) const noexcept;   // pages that have their memory: the first ones
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
   int64_t pages_free(int group) const noexcept;  // of capacity
   int64_t bytes_per_token() const noexcept;      // over all layers, scales included

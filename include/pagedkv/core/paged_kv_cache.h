@@ -207,9 +207,10 @@ class PagedKVCache {
   int64_t offset(int layer) const;
   bool empty() const noexcept { return offset() == 0; }
   int64_t capacity() const noexcept;  // tokens that fit without growth: of the pages there are
-  // Raises capacity to at least num_tokens, by the growth rule. Where there are pages the memory is
-  // there on return; before the first write, which sets shapes, none is.
-  void grow_to_capacity(int64_t num_tokens);
+  // Raises capacity to at least num_tokens, by the growth rule, with `context_window` in place of the
+  // option's where it is given. Where there are pages the memory is there on return; before the first
+  // write, which sets shapes, none is.
+  void grow_to_capacity(int64_t num_tokens, std::optional<int64_t> context_window = std::nullopt);
   // Gives back the pages beyond those in use, and beyond num_tokens of capacity. Returns the capacity.
   int64_t shrink_to_capacity(int64_t num_tokens);
   int64_t size_bytes() const noexcept;  // memory behind the pages: committed, scales included
@@ -222,8 +223,12 @@ class PagedKVCache {
   int block_size() const noexcept;
   const PagedKVQuantConfig& quant() const noexcept;
   // The layer's pages and the block table, for kernels of the caller's. Empty before the first write.
-  // The views stay valid across growth, until reset or set_state.
+  // The views stay valid across growth, until reset or set_state; those of the pages as long as what
+  // pages_owner() returned is held. Of the pages the first committed_blocks() have their memory, in
+  // which shrink_to_capacity() leaves no more than it keeps.
   LayerPages layer_pages(int layer = 0) const;
+  int64_t committed_blocks() const noexcept;
+  std::shared_ptr<const void> pages_owner() const noexcept;
   std::span<const PageId> block_table() const noexcept;
 
  private:
