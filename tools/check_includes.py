@@ -5,7 +5,8 @@
 
 A file of src/<layer> or include/pagedkv/<layer> includes its own layer and layers to its left:
 base, kernels, core, tiers, models, engine, server, apps. Public headers (include/pagedkv) include public headers and
-the C++ standard library alone. An outside header is allowed in its home only (HOMES). tests and bench may include
+the C++ standard library alone; the Python module (python/src) public headers, its own and nanobind's. An outside header
+is allowed in its home only (HOMES). tests and bench may include
 anything. Prints each offender as path:line: reason; exit status 1 if there is one.
 """
 
@@ -74,8 +75,19 @@ def is_below(path, home):
     return path.parts[1 : 1 + home.count("/") + 1] == tuple(home.split("/"))
 
 
+def why_the_python_module_may_not(root, file, name):
+    own = find(root, root / file, name)
+    if own is not None:
+        return None if own.parts[0] in ("include", "python") else f"the Python module includes {name}, which is not public"
+    if STANDARD.fullmatch(name) or SYSTEM.fullmatch(name) or name.startswith("nanobind/"):
+        return None
+    return f"the Python module includes {name}; only pagedkv/, nanobind/ and standard headers are allowed"
+
+
 def why_not(root, file, name):
     """Why `file` (relative to root) may not include `name`; None when it may."""
+    if file.parts[0] == "python":
+        return why_the_python_module_may_not(root, file, name)
     layer = layer_of(file)
     public = file.parts[0] == "include"
     own = find(root, root / file, name)
@@ -103,12 +115,12 @@ def why_not(root, file, name):
 def offenders(root):
     """Every include that breaks a rule, as (path, line, reason); a folder that is no layer is one too."""
     root = root.resolve()
-    for top in ("include/pagedkv", "src"):
+    for top in ("include/pagedkv", "src", "python/src"):
         for path in sorted((root / top).rglob("*")):
             if path.suffix not in {".h", ".cpp", ".cu", ".cuh", ".inl"}:
                 continue
             file = path.relative_to(root)
-            if layer_of(file) not in LAYERS:
+            if top != "python/src" and layer_of(file) not in LAYERS:
                 yield file, 1, "is in no layer's folder"
                 continue
             for line, name in includes(path.read_text(encoding="utf-8")):

@@ -53,6 +53,14 @@ class CheckIncludes(unittest.TestCase):
             self.assertEqual([], self.offenders({home: text}), include)
             self.assertEqual([(elsewhere, 1)], self.offenders({elsewhere: text}), include)
 
+    def test_the_python_module_sees_public_headers_nanobind_and_its_own(self):
+        files = {"src/core/private.h": "", "include/pagedkv/core/pool.h": "", "python/src/arrays.h": ""}
+        allowed = '#include <nanobind/nanobind.h>\n#include "arrays.h"\n#include "pagedkv/core/pool.h"\n#include <vector>\n'
+        self.assertEqual([], self.offenders(files | {"python/src/pool.cpp": allowed}))
+        for include in ('"core/private.h"', "<CLI/CLI.hpp>", '"../../src/core/private.h"'):
+            self.assertEqual([("python/src/pool.cpp", 1)],
+                             self.offenders(files | {"python/src/pool.cpp": f"#include {include}\n"}), include)
+
     def test_an_unknown_header_and_a_folder_without_layer_are_offenders(self):
         self.assertEqual([("src/core/a.cpp", 1)], self.offenders({"src/core/a.cpp": '#include "gone.h"\n'}))
         self.assertEqual([("src/misc/a.cpp", 1)], self.offenders({"src/misc/a.cpp": ""}))

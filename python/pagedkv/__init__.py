@@ -1,0 +1,46 @@
+"""A paged KV cache for transformer inference.
+
+Keys and values live in pages of a few tokens each: they grow in place without moving a byte, stay quantised, and give
+the same bits whichever way a result was reached.
+
+``PagedKVCache`` holds one sequence; ``PagePool``, ``BlockTable`` and ``Batch`` hold many. ``pagedkv.mtplx`` has the names
+of MTPLX's Paged KV Cache. ``LLM`` runs GGUF models through the ``pagedkv`` program.
+"""
+
+from __future__ import annotations
+
+from pagedkv._pagedkv import (
+    CapacityError,
+    PageMemoryError,
+    __version__,
+    compression_ratio,
+    dequantize_symmetric,
+    kernel_set,
+    num_threads,
+    packed_dim,
+    quantize_symmetric,
+    set_num_threads,
+)
+from pagedkv.cache import LayerPages, PagedKVCache
+from pagedkv.pages import PageView
+from pagedkv.pool import Batch, BlockTable, LayerSpec, PagePool
+
+__all__ = [
+    "Batch",
+    "BlockTable",
+    "CapacityError",
+    "LayerPages",
+    "LayerSpec",
+    "PageMemoryError",
+    "PagePool",
+    "PageView",
+    "PagedKVCache",
+    "__version__",
+    "compression_ratio",
+    "dequantize_symmetric",
+    "kernel_set",
+    "num_threads",
+    "packed_dim",
+    "quantize_symmetric",
+    "set_num_threads",
+]
