@@ -214,9 +214,7 @@ def take_case(file: BinaryIO, name: str) -> QuantCase:
     scales = take(file, "<f4", (rows, 1))
     dequantised = take_number(file, "<u8")
     in_dtype = take_number(file, "<u8") if x is not None else 0
-    return QuantCase(
-        name, operation, "", bits, head_dim, x, codes, scales, dequantised, in_dtype
-    )
+    return QuantCase(name, operation, "", bits, head_dim, x, codes, scales, dequantised, in_dtype)
 
 
 def read_quant() -> Iterator[QuantCase]:

@@ -58,8 +58,12 @@ class Difference:
     ours: Any
     quant: str = "off"
     line: Line | None = None
-    before: dict[str, Any] = field(default_factory=dict)  # what was seen of our cache before the operation
-    after: dict[str, Any] = field(default_factory=dict)  # and after it; empty where `field` is a result
+    before: dict[str, Any] = field(
+        default_factory=dict
+    )  # what was seen of our cache before the operation
+    after: dict[str, Any] = field(
+        default_factory=dict
+    )  # and after it; empty where `field` is a result
     refused: str = ""  # type of the error that we raised
 
     def seed_refused(self) -> str:
@@ -104,7 +108,11 @@ class Deviation:
         )
 
 
-READS = ("stats.active_array_calls", "stats.kv_quant_dequant_calls", "stats.kv_quant_dequant_tokens")
+READS = (
+    "stats.active_array_calls",
+    "stats.kv_quant_dequant_calls",
+    "stats.kv_quant_dequant_tokens",
+)
 BYTES = ("nbytes", "stats.bytes")
 
 
@@ -117,91 +125,149 @@ def shape_mismatch(d: Difference) -> bool:
 DEVIATIONS = (
     # Refusals where the seed has a defect.
     Deviation(
-        "checked geometry", "sizes below 1 are refused; the seed fails later", "traces",
-        ("error",), ("construct", "from_cache"),
-        when=lambda d: d.ours == "ValueError" and d.seed == NOTHING, parts=True,
+        "checked geometry",
+        "sizes below 1 are refused; the seed fails later",
+        "traces",
+        ("error",),
+        ("construct", "from_cache"),
+        when=lambda d: d.ours == "ValueError" and d.seed == NOTHING,
+        parts=True,
     ),
     Deviation(
-        "negative trim", "refused; the seed moves its offset over rows that nobody wrote", "traces",
-        ("error",), ("trim",), when=lambda d: d.ours == "ValueError" and d.line["n"] < 0, parts=True,
+        "negative trim",
+        "refused; the seed moves its offset over rows that nobody wrote",
+        "traces",
+        ("error",),
+        ("trim",),
+        when=lambda d: d.ours == "ValueError" and d.line["n"] < 0,
+        parts=True,
     ),
     Deviation(
-        "values match keys", "other heads or tokens than the keys' are refused; the seed broadcasts or misplaces them",
-        "traces", ("error",), ("update_*",),
-        when=lambda d: d.ours == "ValueError" and shape_mismatch(d), parts=True,
+        "values match keys",
+        "other heads or tokens than the keys' are refused; the seed broadcasts or misplaces them",
+        "traces",
+        ("error",),
+        ("update_*",),
+        when=lambda d: d.ours == "ValueError" and shape_mismatch(d),
+        parts=True,
     ),
     Deviation(
-        "half of an empty cache", "setting keys or values is refused; the seed ignores them", "traces",
-        ("error",), ("set_keys", "set_values"), when=lambda d: d.ours == "ValueError" and d.before["empty"],
+        "half of an empty cache",
+        "setting keys or values is refused; the seed ignores them",
+        "traces",
+        ("error",),
+        ("set_keys", "set_values"),
+        when=lambda d: d.ours == "ValueError" and d.before["empty"],
     ),
     Deviation(
         "no half-made pages",
         "the seed keeps pages of keys without values when it refuses an odd value head_dim, and then refuses every write",
-        "traces", ("error",), ("update_*",),
-        when=lambda d: d.seed == "ValueError" and "had None/None" in d.line["error.text"], parts=True,
+        "traces",
+        ("error",),
+        ("update_*",),
+        when=lambda d: d.seed == "ValueError" and "had None/None" in d.line["error.text"],
+        parts=True,
     ),
     Deviation(
-        "a refusal changes nothing", "the seed has allocated pages when it refuses a first write", "traces",
-        ("allocated_blocks", *BYTES), ("update_*", "set_state", "from_cache"),
+        "a refusal changes nothing",
+        "the seed has allocated pages when it refuses a first write",
+        "traces",
+        ("allocated_blocks", *BYTES),
+        ("update_*", "set_state", "from_cache"),
         when=lambda d: bool(d.refused) and d.ours == d.before.get(d.field, NOTHING),
     ),
     # Memory.
     Deviation(
-        "no working copies", "quantised pages are read as they are; the seed holds a mirror (q8) or a bank (q4) beside them",
-        "traces", ("working_rows", *BYTES),
-        when=lambda d: d.quant != "off" and (d.ours in (0, NOTHING) or (d.field != "working_rows" and d.seed > d.ours)),
+        "no working copies",
+        "quantised pages are read as they are; the seed holds a mirror (q8) or a bank (q4) beside them",
+        "traces",
+        ("working_rows", *BYTES),
+        when=lambda d: (
+            d.quant != "off"
+            and (d.ours in (0, NOTHING) or (d.field != "working_rows" and d.seed > d.ours))
+        ),
     ),
     Deviation(
-        "no mirror, no bank", "nothing to count: no mirror, no bank", "traces",
-        ("stats.kv_quant_dequant_memo_*", "stats.kv_quant_bank_*"), when=lambda d: d.ours == 0,
+        "no mirror, no bank",
+        "nothing to count: no mirror, no bank",
+        "traces",
+        ("stats.kv_quant_dequant_memo_*", "stats.kv_quant_bank_*"),
+        when=lambda d: d.ours == 0,
     ),
     Deviation(
-        "every read counts", "rows that a read dequantises are counted each time; the seed counts what its mirror lacked",
-        "traces", ("stats.kv_quant_dequant_tokens",),
+        "every read counts",
+        "rows that a read dequantises are counted each time; the seed counts what its mirror lacked",
+        "traces",
+        ("stats.kv_quant_dequant_tokens",),
         when=lambda d: d.quant == "q8" and d.ours in (d.after["offset"], d.before.get("offset")),
     ),
     # One attention route.
     Deviation(
-        "attention is no read", "the seed's dense route counts a read of state for each call", "traces",
-        READS, ("paged_attention",), when=lambda d: d.ours == 0,
+        "attention is no read",
+        "the seed's dense route counts a read of state for each call",
+        "traces",
+        READS,
+        ("paged_attention",),
+        when=lambda d: d.ours == 0,
     ),
     Deviation(
-        "one route", "the kernels read every format, for queries of any length", "traces",
+        "one route",
+        "the kernels read every format, for queries of any length",
+        "traces",
         ("stats.kv_quant_route", "stats.kv_quant_route_offset", "stats.kv_quant_kernel_calls"),
         when=lambda d: d.quant != "off",
     ),
     Deviation(
-        "no split path", "one route: no call takes the seed's split path", "traces",
-        ("stats.*large_q_split_sdpa_fallback_calls*", "stats.paged_attention_large_q_path"), ("paged_attention",),
+        "no split path",
+        "one route: no call takes the seed's split path",
+        "traces",
+        ("stats.*large_q_split_sdpa_fallback_calls*", "stats.paged_attention_large_q_path"),
+        ("paged_attention",),
         when=lambda d: d.ours in (0, NOTHING),
     ),
     Deviation(
-        "nothing declined", "attention answers, or says what is wrong, where the seed returns nothing", "traces",
+        "nothing declined",
+        "attention answers, or says what is wrong, where the seed returns nothing",
+        "traces",
         ("error", "returned", "last_bailout.*", "stats.paged_attention_bailouts_by_phase_reason.*"),
         ("paged_attention",),
-        when=lambda d: "last_bailout.reason" in d.line and (d.field != "error" or d.ours == "ValueError"),
+        when=lambda d: (
+            "last_bailout.reason" in d.line and (d.field != "error" or d.ours == "ValueError")
+        ),
     ),
     Deviation(
-        "q8 without a mask", "the seed's q8 then lets every query see every token; here that is a mask of ones", "traces",
+        "q8 without a mask",
+        "the seed's q8 then lets every query see every token; here that is a mask of ones",
+        "traces",
     ),
     # Guards.
     Deviation(
-        "no guard on attention", "attention never materialises keys and values, so nothing forbids it", "traces",
-        ("error", "stats.*attention_calls", "stats.active_array_calls"), ("paged_attention",),
+        "no guard on attention",
+        "attention never materialises keys and values, so nothing forbids it",
+        "traces",
+        ("error", "stats.*attention_calls", "stats.active_array_calls"),
+        ("paged_attention",),
         when=lambda d: d.seed_refused() == "RuntimeError" and not d.refused,
     ),
     # Attention cases.
     Deviation(
-        "q8 without a mask", "the seed's q8 then lets every query see every token; here that is a mask of ones",
+        "q8 without a mask",
+        "the seed's q8 then lets every query see every token; here that is a mask of ones",
         "attention",
     ),
     Deviation(
-        "nothing declined", "attention answers where the seed returns nothing", "attention", ("out",),
+        "nothing declined",
+        "attention answers where the seed returns nothing",
+        "attention",
+        ("out",),
         when=lambda d: d.seed is None,
     ),
     Deviation(
-        "rows without a token", "give zeros; the mean of the values on one of the seed's routes", "attention",
-        ("rows_without_a_key_give",), when=lambda d: d.ours == "zero",
+        "rows without a token",
+        "give zeros; the mean of the values on one of the seed's routes",
+        "attention",
+        ("rows_without_a_key_give",),
+        when=lambda d: d.ours == "zero",
     ),
 )
 
@@ -321,7 +387,9 @@ def environment() -> Iterator[None]:
     before = dict(os.environ)
     try:
         for name in before:
-            ours = name.startswith("PAGEDKV_") and not name.startswith(("PAGEDKV_TEST", "PAGEDKV_KERNELS"))
+            ours = name.startswith("PAGEDKV_") and not name.startswith(
+                ("PAGEDKV_TEST", "PAGEDKV_KERNELS")
+            )
             if name.startswith("MTPLX_") or ours:
                 del os.environ[name]
         yield
@@ -357,15 +425,25 @@ def replay_quant(package: Package) -> tuple[list[str], Verdicts]:
             for name, seed, ours in quant_fields(package, case):
                 verdicts.comparisons += 1
                 if seed != ours:
-                    verdicts.differs(Difference("quant", case.name, "quant.bin", case.operation, name, seed, ours))
+                    verdicts.differs(
+                        Difference(
+                            "quant", case.name, "quant.bin", case.operation, name, seed, ours
+                        )
+                    )
     parts = ", ".join(f"{n} {operation}" for operation, n in counts.items())
-    lines = [f"{sum(counts.values())} cases of quant: {parts}; {verdicts.comparisons} comparisons", *verdicts.lines()]
+    lines = [
+        f"{sum(counts.values())} cases of quant: {parts}; {verdicts.comparisons} comparisons",
+        *verdicts.lines(),
+    ]
     return lines, verdicts
 
 
 def quant_fields(package: Package, case: QuantCase) -> Iterator[tuple[str, Any, Any]]:
     """(field, the seed's, ours) of one case."""
-    quantise, dequantise = package.kv_quant.quantize_symmetric, package.kv_quant.dequantize_symmetric
+    quantise, dequantise = (
+        package.kv_quant.quantize_symmetric,
+        package.kv_quant.dequantize_symmetric,
+    )
     float32 = lambda values: package.array(GoldenArray("float32", np.asarray(values, np.float32)))
     if case.operation == "error":
         try:
@@ -528,7 +606,9 @@ class Trace:
         try:
             with contextlib.ExitStack() as stack:
                 if "phase" in line:
-                    stack.enter_context(self.package.attention_context.attention_phase(line["phase"]))
+                    stack.enter_context(
+                        self.package.attention_context.attention_phase(line["phase"])
+                    )
                 operation: Callable[[Line], Any] = getattr(self, "op_" + line.word)
                 returned = dict(self.named(operation(line), "returned"))
         except LookupError:
@@ -624,7 +704,9 @@ class Trace:
         self.slot.cache.record_dense_fallback()
 
     def op_reinstall(self, line: Line) -> Any:
-        impl = line["returned.attention_impl"]  # that it was set stands nowhere else; this is the word for unset
+        impl = line[
+            "returned.attention_impl"
+        ]  # that it was set stands nowhere else; this is the word for unset
         given = {
             "MTPLX_VLLM_METAL_PAGED_ATTN": "1",
             "MTPLX_VLLM_METAL_PAGED_ATTN_IMPL": "" if impl == "vllm_metal" else impl,
@@ -651,11 +733,15 @@ class Trace:
             mask = self.package.array(GoldenArray("bool", ones))
             self.verdicts.met("q8 without a mask")
         how = {k: line[k] for k in ("scale", "sliding_window") if k in line}
-        return self.slot.cache.paged_attention(queries, mask=mask, impl_override=line.get("impl"), **how)
+        return self.slot.cache.paged_attention(
+            queries, mask=mask, impl_override=line.get("impl"), **how
+        )
 
     # -- comparing
 
-    def difference(self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None) -> Difference:
+    def difference(
+        self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None
+    ) -> Difference:
         slot = self.slots.get(self.target, Slot())
         return Difference(
             "traces", self.case, self.line.place, self.line.word, name, seed, ours, self.quant, self.line,
@@ -665,7 +751,11 @@ class Trace:
     def compare(self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None) -> bool:
         """Whether the two go on being comparable."""
         self.verdicts.comparisons += 1
-        if type(seed) is type(ours) and seed == ours or (seed == ours and not isinstance(seed, bool)):
+        if (
+            type(seed) is type(ours)
+            and seed == ours
+            or (seed == ours and not isinstance(seed, bool))
+        ):
             return True
         deviation = self.verdicts.differs(self.difference(name, seed, ours, after))
         return deviation is None or not deviation.parts
@@ -684,7 +774,9 @@ class Trace:
             if seed_error != NOTHING and self.refused:
                 self.compare_text(text)
             return
-        expected = {k: v for k, v in line.fields.items() if k == "returned" or k.startswith("returned.")}
+        expected = {
+            k: v for k, v in line.fields.items() if k == "returned" or k.startswith("returned.")
+        }
         for name in {**expected, **returned}:
             seed, ours = expected.get(name, NOTHING), returned.get(name, NOTHING)
             if line.word == "paged_attention" and is_array(seed) and ours is not None:
@@ -708,7 +800,9 @@ class Trace:
             self.compare("error.text", seed, ours)
             return
         for word in named_words(seed):
-            found = re.search(rf"(?<![0-9A-Za-z]){re.escape(word)}(?![0-9A-Za-z])", ours) is not None
+            found = (
+                re.search(rf"(?<![0-9A-Za-z]){re.escape(word)}(?![0-9A-Za-z])", ours) is not None
+            )
             self.compare("error.text", f"… {word} …", f"… {word} …" if found else ours)
 
     def after(self, line: Line) -> None:
@@ -810,8 +904,12 @@ def oracle(line: Line, keys: np.ndarray, values: np.ndarray, semantics: str) -> 
 
 def tolerance(line: Line) -> float:
     """Four times the seed's own error, at least what the dtype takes."""
-    own = [v for k, v in line.fields.items() if k in (
-        "max_abs_diff_from_float64", "max_abs_diff_from_float64_without_cast_to_source_dtype")]
+    own = [
+        v
+        for k, v in line.fields.items()
+        if k
+        in ("max_abs_diff_from_float64", "max_abs_diff_from_float64_without_cast_to_source_dtype")
+    ]
     floor = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[line["dtype"]]
     return max(4 * max(own, default=0.0), floor)
 
@@ -836,7 +934,17 @@ def attention_case(package: Package, line: Line, verdicts: Verdicts) -> float:
     for name, value in line.under("env").items():
         set_variable(name, value)
     differ = lambda name, seed, ours: verdicts.differs(
-        Difference("attention", line["id"], line.place, "paged_attention", name, seed, ours, line["quant"], line)
+        Difference(
+            "attention",
+            line["id"],
+            line.place,
+            "paged_attention",
+            name,
+            seed,
+            ours,
+            line["quant"],
+            line,
+        )
     )
     cache = written(package, line)
     mask, declined = line["mask"], line["out"] is None
@@ -844,11 +952,17 @@ def attention_case(package: Package, line: Line, verdicts: Verdicts) -> float:
     if is_array(mask):
         given = package.array(mask)
     elif semantics == "full" and mask is None and line["q_len"] > 1 and not package.is_seed:
-        given = package.array(GoldenArray("bool", np.ones((1, 1, line["q_len"], line["context"]), bool)))
+        given = package.array(
+            GoldenArray("bool", np.ones((1, 1, line["q_len"], line["context"]), bool))
+        )
         verdicts.met("q8 without a mask")
     else:
         given = mask
-    how = {"scale": line["scale"], "sliding_window": line["sliding_window"], "impl_override": line["impl_override"]}
+    how = {
+        "scale": line["scale"],
+        "sliding_window": line["sliding_window"],
+        "impl_override": line["impl_override"],
+    }
     verdicts.comparisons += 1
     try:
         out = cache.paged_attention(package.array(line["q"]), mask=given, **how)
@@ -928,7 +1042,9 @@ def table_configure(p: Package, line: Line) -> Any:
 
 
 def table_growth_flag(p: Package, line: Line) -> Any:
-    return p.cache_state._dynamic_paged_growth_blocks(block_size=16, current_blocks=4, required_tokens=65)
+    return p.cache_state._dynamic_paged_growth_blocks(
+        block_size=16, current_blocks=4, required_tokens=65
+    )
 
 
 def table_num_blocks(p: Package, line: Line) -> Any:
@@ -999,16 +1115,20 @@ TABLES: dict[str, Callable[[Package, Line], Any]] = {
     ),
     "kv_quant_kernel_switch": lambda p, line: p.cls._kv_quant_kernel_enabled(),
     "kv_quant_q4_kernel_switch": lambda p, line: p.cls._kv_quant_q4_kernel_enabled(),
-    "kv_quant_working_copy_peak_rows": lambda p, line: p.cache_state.kv_quant_working_copy_peak_rows(
-        **line.under("in")
+    "kv_quant_working_copy_peak_rows": lambda p, line: (
+        p.cache_state.kv_quant_working_copy_peak_rows(**line.under("in"))
     ),
     "normalize_paged_kv_quantization": table_normalize,
     "packed_dim": lambda p, line: p.kv_quant.packed_dim(line["in.head_dim"], line["in.bits"]),
     "packed_quant_q_len": table_packed_quant,
-    "paged_attention_flag": lambda p, line: p.cache_state.configure_tail_owned_attention_kv_cache([])["enabled"],
+    "paged_attention_flag": lambda p, line: p.cache_state.configure_tail_owned_attention_kv_cache(
+        []
+    )["enabled"],
     "paged_grown_blocks": table_grown_blocks,
     "paged_kv_quant_mode_from_env": lambda p, line: p.kv_quant.paged_kv_quant_mode_from_env(),
-    "paged_kv_quantization_env": lambda p, line: p.module("runtime_options").paged_kv_quantization_env(line["in.mode"]),
+    "paged_kv_quantization_env": lambda p, line: p.module(
+        "runtime_options"
+    ).paged_kv_quantization_env(line["in.mode"]),
     "paged_lease_capacity_after": table_lease,
     "partition_threshold": lambda p, line: p.cls()._partition_threshold(),
     "partitioned_attention_flag": lambda p, line: p.cls()._partitioned_attention_enabled(),
@@ -1043,11 +1163,16 @@ def replay_tables(package: Package) -> tuple[list[str], Verdicts]:
             verdicts.comparisons += 1
             a, b = seed.get(name, NOTHING), ours.get(name, NOTHING)
             if type(a) is not type(b) or a != b:
-                verdicts.differs(Difference("tables", line["id"], line.place, table, name, a, b, line=line))
+                verdicts.differs(
+                    Difference("tables", line["id"], line.place, table, name, a, b, line=line)
+                )
     total = sum(compared.values()) + sum(left_out.values())
     lines = [f"{sum(compared.values())} of {total} cases of tables compared", *verdicts.lines()]
     if not package.is_seed:
-        lines += [f"  {n} of {table} not compared: {NOT_OURS.get(table, '?')}" for table, n in left_out.items()]
+        lines += [
+            f"  {n} of {table} not compared: {NOT_OURS.get(table, '?')}"
+            for table, n in left_out.items()
+        ]
         verdicts.failures += [f"never used: {t!r} of NOT_OURS" for t in NOT_OURS if not left_out[t]]
     return lines, verdicts
 
@@ -1061,7 +1186,9 @@ GROUPS: dict[str, Callable[[Package], tuple[list[str], Verdicts]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package", default="pagedkv.mtplx", help="its root name")
     parser.add_argument("groups", nargs="*", help="all, if none is named")
     arguments = parser.parse_args()

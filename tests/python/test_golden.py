@@ -12,7 +12,12 @@ import golden_data
 import golden_replay
 
 # As many as tests/data/golden holds.
-COUNTS = {"quant": "140 cases", "traces": "113 traces", "attention": "147 cases", "tables": "of 638 cases"}
+COUNTS = {
+    "quant": "140 cases",
+    "traces": "113 traces",
+    "attention": "147 cases",
+    "tables": "of 638 cases",
+}
 
 
 @pytest.fixture(scope="module")
