@@ -1,4 +1,5 @@
-"""Reads tests/data/golden (its README.md describes the files) into plain Python values and numpy arrays."""
+"""Reads tests/data/golden (its README.md describes the files) into plain Python values and numpy
+arrays."""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def read_lines(group: str) -> list[Line]:
 
 @dataclass(frozen=True)
 class QuantCase:
-    """`codes` are uint8 bytes [rows, packed], `scales` float32 [rows, 1]; hashes are FNV-1a of 64 bits."""
+    """`codes` are uint8 bytes [rows, packed], `scales` float32 [rows, 1]; hashes are FNV-1a of 64
+    bits."""
 
     name: str
     operation: str  # "roundtrip", "dequantise" or "error"

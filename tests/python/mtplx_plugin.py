@@ -1,13 +1,18 @@
-"""A pytest plug-in for mtplx's own tests: records, and where asked puts our cache in the place of mtplx's.
+"""A pytest plug-in for mtplx's own tests: records, and where asked puts our cache in the place of
+mtplx's.
 
 run_mtplx_tests.py loads it (`-p mtplx_plugin`). Variables:
 
-- PAGEDKV_MTPLX_PACKAGE: root name of the package to put in place, e.g. "pagedkv.mtplx"; unset: mtplx as it is.
-- PAGEDKV_MTPLX_REPORT: a file that gets one JSON object a line: {"start": test} before a test, and after it
-  {"test", "outcome", "constructs", "why", "private"}. A test whose start has no end took the process with it.
+- PAGEDKV_MTPLX_PACKAGE: root name of the package to put in place, e.g. "pagedkv.mtplx"; unset:
+  mtplx as it is.
+- PAGEDKV_MTPLX_ONLY: a file with one test a line: no other test runs.
+- PAGEDKV_MTPLX_SKIP: the same, of tests that do not run.
+- PAGEDKV_MTPLX_REPORT: a file that gets one JSON object a line: {"start": test} before a test,
+  {"makes": test} when it first makes an instance of the class, and after it {"test", "outcome",
+  "constructs", "why", "private"}. A test whose start has no end took the process with it.
 
-"private" lists the names with a leading underscore that the test's own code ("test:_name") and mtplx's code
-outside of the class ("mtplx:_name") read or set on an instance of the class.
+"private" lists the names with a leading underscore that the test's own code ("test:_name") and
+mtplx's code outside of the class ("mtplx:_name") read or set on an instance of the class.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ class _NoLibrary:
 
 
 def stub_macos_library() -> None:
-    """mtplx.generation opens libSystem when it is imported; elsewhere than on macOS it gets a stub."""
+    """mtplx.generation opens libSystem when it is imported; elsewhere than on macOS it gets a
+    stub."""
     if sys.platform == "darwin":
         return
     load = ctypes.CDLL
@@ -65,11 +71,11 @@ def stub_macos_library() -> None:
     ctypes.CDLL = load_or_stub  # type: ignore[assignment,misc]
 
 
-def replace_everywhere(old: Any, new: Any) -> int:
-    """Sets `new` wherever a module of mtplx holds `old` under any name; returns how often."""
+def replace_everywhere(old: Any, new: Any, root: str = "mtplx") -> int:
+    """Sets `new` wherever a module under `root` holds `old` under any name; returns how often."""
     count = 0
     for name, module in list(sys.modules.items()):
-        if name != "mtplx" and not name.startswith("mtplx."):
+        if name != root and not name.startswith(root + "."):
             continue
         for attribute, value in list(vars(module).items()):
             if value is old:
@@ -79,7 +85,8 @@ def replace_everywhere(old: Any, new: Any) -> int:
 
 
 def put_in_place(package: str) -> type:
-    """Puts the package's class and quantisation into mtplx and lets the package see mtplx's attention phase.
+    """Puts the package's class and quantisation into mtplx and lets the package see mtplx's
+    attention phase.
 
     mtplx's modules that are imported later find the replacements under mtplx's own names.
     """
@@ -98,15 +105,12 @@ def put_in_place(package: str) -> type:
 
 
 def bridge_phase(package: str) -> None:
-    """The package's attention_context works on mtplx's variable, so that both see the phase either set."""
+    """The package's phase functions become mtplx's, so that both see the phase that either sets."""
     theirs = importlib.import_module("mtplx.attention_context")
     ours = importlib.import_module(package + ".attention_context")
-    for name in ("attention_phase", "current_attention_phase"):
+    for name in ("attention_phase", "current_attention_phase", "normalize_attention_phase"):
         if hasattr(ours, name):
-            old, new = getattr(ours, name), getattr(theirs, name)
-            for module_name, module in list(sys.modules.items()):
-                if module_name.startswith(package) and vars(module).get(name) is old:
-                    setattr(module, name, new)
+            replace_everywhere(getattr(ours, name), getattr(theirs, name), root=package)
 
 
 class Recorder:
@@ -132,7 +136,9 @@ class Recorder:
         init, get, set_ = self.cls.__init__, self.cls.__getattribute__, self.cls.__setattr__
 
         def __init__(obj: Any, *args: Any, **kwargs: Any) -> None:
-            self.constructs = True
+            if not self.constructs:
+                self.constructs = True
+                self.write(makes=self.test)
             init(obj, *args, **kwargs)
 
         def __getattribute__(obj: Any, name: str) -> Any:
@@ -150,7 +156,8 @@ class Recorder:
         self.cls.__setattr__ = __setattr__  # type: ignore[method-assign,assignment]
 
     def _note(self, name: str, frame: Any) -> None:
-        # A helper such as getattr() or monkeypatch's setattr has a frame of pytest's: look one further out.
+        # A helper such as getattr() or monkeypatch's setattr has a frame of pytest's: look one
+        # further out.
         while frame is not None and "_pytest" in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is None:
@@ -196,6 +203,18 @@ class Recorder:
             self.why = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"[:600]
         else:
             self.why = str(report.longrepr)[-600:]
+
+
+def tests_in(variable: str) -> set[str] | None:
+    path = os.environ.get(variable, "")
+    return set(Path(path).read_text(encoding="utf-8").splitlines()) if path else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only, skip = tests_in("PAGEDKV_MTPLX_ONLY"), tests_in("PAGEDKV_MTPLX_SKIP") or set()
+    keep = [i for i in items if i.nodeid not in skip and (only is None or i.nodeid in only)]
+    config.hook.pytest_deselected(items=[i for i in items if i not in keep])
+    items[:] = keep
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,5 @@
-"""The seed's recordings, replayed: equal, but for the listed deviations. The package: PAGEDKV_TEST_PACKAGE."""
+"""The seed's recordings, replayed: equal, but for the listed deviations. The package:
+PAGEDKV_TEST_PACKAGE."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import pytest
 
 import golden_data
 import golden_replay
+import golden_traces
+from golden_package import Package
 
 # As many as tests/data/golden holds.
 COUNTS = {
@@ -21,18 +24,18 @@ COUNTS = {
 
 
 @pytest.fixture(scope="module")
-def package() -> golden_replay.Package:
-    return golden_replay.Package(os.environ.get("PAGEDKV_TEST_PACKAGE", "pagedkv.mtplx"))
+def package() -> Package:
+    return Package(os.environ.get("PAGEDKV_TEST_PACKAGE", "pagedkv.mtplx"))
 
 
 @pytest.mark.parametrize("group", golden_replay.GROUPS)
 def test_equal_to_the_seed_but_for_listed_deviations_all_of_which_occur(
-    group: str, package: golden_replay.Package, capsys: pytest.CaptureFixture[str]
+    group: str, package: Package, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines, verdicts = golden_replay.GROUPS[group](package)
+    text, verdicts = golden_replay.replay(group, package)
     with capsys.disabled():
-        print("\n" + "\n".join(lines))
-    assert COUNTS[group] in lines[0]
+        print("\n" + text)
+    assert COUNTS[group] in text.splitlines()[0]
     assert verdicts.comparisons > 0
     problems = verdicts.problems()
     assert not problems, f"{len(problems)} problems\n" + "\n".join(problems[:50])
@@ -44,17 +47,17 @@ def off_by_one(method: Callable[..., int]) -> Callable[..., int]:
 
 @pytest.mark.parametrize("broken", ["size", "kv_quant_working_rows", "trim"])
 def test_the_replay_notices_a_cache_that_is_wrong(
-    broken: str, package: golden_replay.Package, monkeypatch: pytest.MonkeyPatch
+    broken: str, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = golden_data.read_lines("traces")
     begins = [i for i, line in enumerate(lines) if line.word == "trace"]
     begin = next(i for i in begins if "trim_rewrite" in lines[i]["id"])
     end = next(i for i in begins if i > begin)
-    monkeypatch.setattr(golden_replay, "read_lines", lambda group: lines[begin:end])
-    _, right = golden_replay.replay_traces(package)
+    monkeypatch.setattr(golden_traces, "read_lines", lambda group: lines[begin:end])
+    _, right = golden_replay.replay("traces", package)
     assert not right.failures
     monkeypatch.setattr(package.cls, broken, off_by_one(getattr(package.cls, broken)))
-    _, wrong = golden_replay.replay_traces(package)
+    _, wrong = golden_replay.replay("traces", package)
     assert wrong.failures
 
 

@@ -1,5 +1,5 @@
-"""What the seed's text promises of its paged KV cache: its examples run, under our import paths and under its own, and
-each sentence that can be checked is. The package: PAGEDKV_TEST_PACKAGE."""
+"""What the seed's text promises of its paged KV cache: its examples run, under our import paths and
+under its own, and each sentence that can be checked is. The package: PAGEDKV_TEST_PACKAGE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from golden_data import GoldenArray, stored_from_float32
-from golden_replay import Package
+from golden_package import Package
 
 ROOT = os.environ.get("PAGEDKV_TEST_PACKAGE", "pagedkv.mtplx")
 MODULES = ("cache_state", "kv_quant", "attention_context")
@@ -70,7 +70,8 @@ def package() -> Package:
 
 @pytest.fixture(params=["our import paths", "the seed's import paths"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs an example in a namespace: with our paths in its text, or as it stands, where `mtplx` is an alias."""
+    """Runs an example in a namespace: with our paths in its text, or as it stands, where `mtplx` is
+    an alias."""
     own = request.param == "the seed's import paths"
     if own:
         monkeypatch.setitem(sys.modules, "mtplx", importlib.import_module(ROOT))
@@ -130,7 +131,7 @@ def test_example_load_takes_any_entry_and_quantises_it_to_four_bits(
     names = run(INITIALIZE, {})
     cache = run(LOAD, {**names, "entry": entry})["kv_cache"]
     assert (cache.offset, cache.kv_quant_config.bits) == (7, 4)
-    for held, given in zip(cache.state, (keys, values)):
+    for held, given in zip(cache.state, (keys, values), strict=True):
         held, given = plain(package, held), plain(package, given)[:, :, :7]
         step = np.abs(given).max(axis=-1, keepdims=True) / 7
         assert held.shape == given.shape
@@ -154,7 +155,8 @@ def test_example_monitor_leaves_the_capacity_where_growth_is_off(run: Any) -> No
 def test_example_environment_quantises_all_new_caches(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches are made by the installer; the bare constructor takes its configuration as an argument."""
+    """Caches are made by the installer; the bare constructor takes its configuration as an
+    argument."""
     monkeypatch.setenv("MTPLX_VLLM_METAL_PAGED_ATTN", "1")
     monkeypatch.setenv("MTPLX_VLLM_METAL_PAGED_ATTN_IMPL", "mlx_vector_paged")
     monkeypatch.setenv("MTPLX_VLLM_METAL_PAGED_KV_QUANT", "q4")
@@ -209,7 +211,7 @@ def test_a_full_cache_grows_by_itself_where_growth_is_on(
     monkeypatch.setenv("MTPLX_DYNAMIC_PAGED_KV", word)
     cache.update_without_fetch(rows(package, 1), rows(package, 1))
     assert (cache.offset, cache.capacity, cache.paged_stats()["grow_events"]) == (13, 20, 1)
-    for now, before in zip(cache.state, held):
+    for now, before in zip(cache.state, held, strict=True):
         assert np.array_equal(plain(package, now)[:, :, :12], before)
 
 
@@ -347,7 +349,10 @@ def test_counters_follow_writes_growth_reads_and_use(
         "offset",
         "capacity",
     )
-    counts = lambda: tuple(cache.paged_stats()[name] for name in names)
+
+    def counts() -> tuple[int, ...]:
+        return tuple(cache.paged_stats()[name] for name in names)
+
     assert counts() == (0, 0, 0, 0, 0, 8)
     cache.update_without_fetch(rows(package, 5), rows(package, 5))
     assert counts() == (1, 0, 0, 0, 5, 8)
@@ -390,7 +395,7 @@ def test_a_restored_cache_serves_the_same_rows(quant: str, package: Package) -> 
     copy = package.cls(block_size=4, num_blocks=8, kv_quant_config=package.config(quant))
     package.cache_state.restore_cache([copy], snapshot)
     assert (copy.offset, copy.meta_state) == (5, source.meta_state)
-    for now, then in zip(copy.state, source.state):
+    for now, then in zip(copy.state, source.state, strict=True):
         assert np.array_equal(plain(package, now), plain(package, then))
 
 
@@ -405,12 +410,12 @@ def test_source_and_copy_are_independent(way: str, package: Package) -> None:
     held = [plain(package, x) for x in source.state]
     source.trim(3)
     source.update_without_fetch(rows(package, 6, seed=7), rows(package, 6, seed=8))
-    for now, then in zip(copy.state, held):
+    for now, then in zip(copy.state, held, strict=True):
         assert np.array_equal(plain(package, now), then)
     after = [plain(package, x) for x in source.state]
     copy.trim(5)
     copy.update_without_fetch(rows(package, 8, seed=9), rows(package, 8, seed=10))
-    for now, then in zip(source.state, after):
+    for now, then in zip(source.state, after, strict=True):
         assert np.array_equal(plain(package, now), then)
 
 
@@ -420,7 +425,7 @@ def test_a_snapshot_does_not_see_later_writes(package: Package) -> None:
     held = [plain(package, x) for x in snapshot.states[0]]
     source.trim(5)
     source.update_without_fetch(rows(package, 5, seed=7), rows(package, 5, seed=8))
-    for now, then in zip(snapshot.states[0], held):
+    for now, then in zip(snapshot.states[0], held, strict=True):
         assert np.array_equal(plain(package, now), then)
 
 
