@@ -415,10 +415,9 @@ def _yes(switch: bool) -> str:
 
 def _argument(flag: str, value: str) -> str:
     """--flag=value, where a dash that leads the value does no harm."""
-    if len(value.encode()) + len(flag) + 1 > _MOST_ARGUMENT_BYTES:
-        raise ValueError(
-            f"{flag}: {len(value.encode())} bytes; the limit is {_MOST_ARGUMENT_BYTES} with the flag"
-        )
+    size = len(f"{flag}={value}".encode())
+    if size > _MOST_ARGUMENT_BYTES:
+        raise ValueError(f"{flag}: {size} bytes with the flag; the limit is {_MOST_ARGUMENT_BYTES}")
     if "\0" in value:
         raise ValueError(f"{flag}: a zero byte cannot be passed on")
     return f"{flag}={value}"
@@ -551,4 +550,5 @@ def _completion(stdout: bytes, log: str) -> Completion:
 
 def _record(kind: type[T], values: Mapping[str, Any]) -> T:
     """A dataclass of the entries that it knows; a newer program may write more."""
-    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names})

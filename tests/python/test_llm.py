@@ -77,6 +77,9 @@ ANSWER: dict[str, Any] = {
 }
 
 
+LONG = pytest.param("a" * 300_000, id="long")
+
+
 class Fake:
     """A program that keeps what it was called with and answers as it is told."""
 
@@ -212,10 +215,11 @@ def test_an_option_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
 
 def test_what_is_none_is_left_to_the_program(fake: Fake) -> None:
     LLM(ctx_size=None, dynamic=None).generate("x", max_tokens=None, stop=None, timeout=None)
-    assert fake.call["args"] == ["run", "--json", "--stats=false", "--raw=false", "--continue=false"]
+    always = ["--json", "--stats=false", "--raw=false", "--continue=false"]
+    assert fake.call["args"] == ["run", *always]
 
 
-@pytest.mark.parametrize("prompt", ["x", "two\nlines\n", "-n 5", "ümläut 🦙", "a" * 300_000, ""])
+@pytest.mark.parametrize("prompt", ["x", "two\nlines\n", "-n 5", "ümläut 🦙", "", LONG])
 def test_a_prompt_goes_whole_to_standard_input(fake: Fake, prompt: str) -> None:
     LLM().generate(prompt)
     assert fake.call["stdin"] == prompt + "\n"  # which the program drops
