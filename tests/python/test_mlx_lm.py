@@ -30,7 +30,7 @@ base: Any = import_module("mlx_lm.models.base")
 llama: Any = import_module("mlx_lm.models.llama")
 generate_step: Any = import_module("mlx_lm.generate").generate_step
 tree_flatten: Any = import_module("mlx.utils").tree_flatten
-Paged: Any = paged.cache_state.VllmMetalPagedKVCache
+Paged: Any = import_module("pagedkv.mtplx.cache_state").VllmMetalPagedKVCache
 VERSION = 31 if hasattr(stock.KVCache, "meta_state") else 32
 PROMPTS = (1, 17, 300)
 
