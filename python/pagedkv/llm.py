@@ -519,7 +519,7 @@ def _error(code: int, log: str) -> LLMError:
     for line in log.splitlines():
         if line.startswith(start + "error: "):
             said.append(line[len(start + "error: ") :])
-        elif line and not line.startswith(start):
+        elif line and not line.startswith((start, "Run with --help")):
             said.append(line)
     message = "\n".join(said) or log.strip() or "it gave no reason"
     if code < 0:

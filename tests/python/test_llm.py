@@ -1,7 +1,7 @@
 """pagedkv.llm: what it asks of the program, what it makes of the answers, what it leaves behind.
 
-Most tests run a fake program that this file writes. Those marked `real` need PAGEDKV_TEST_BINARY (a
-built `pagedkv`) and, where they name a model, PAGEDKV_TEST_MODELS (the folder of chain.gguf).
+Most tests run a fake program that this file writes. Those named `real` need PAGEDKV_TEST_BINARY (a
+built `pagedkv`) and, where they need a model file, PAGEDKV_TEST_MODELS (a folder that has them).
 """
 
 from __future__ import annotations
@@ -559,12 +559,18 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def chain(real: str) -> str:
-    """chain.gguf, whose text is known: A follows Z, and a letter the one before it."""
+def models(real: str) -> Path:
+    """The folder that tools/make_chain.py and tools/make_model_variants.py write to."""
     folder = os.environ.get("PAGEDKV_TEST_MODELS")
     if not folder:
         pytest.skip("PAGEDKV_TEST_MODELS is not set")
-    return str(Path(folder, "chain.gguf"))
+    return Path(folder)
+
+
+@pytest.fixture
+def chain(models: Path) -> str:
+    """A model whose text is known: A follows Z, and a letter the one before it."""
+    return str(models / "chain.gguf")
 
 
 def test_real_a_known_text_comes_back(chain: str) -> None:
@@ -583,9 +589,7 @@ def test_real_a_known_text_comes_back(chain: str) -> None:
 def test_real_prompts_are_continued_byte_for_byte(chain: str) -> None:
     llm = LLM(chain, threads=1)
     for prompt in ("-n 5", "ends\n", "ends\n\n", "'quoted' \"text\" $HOME", "🦙"):
-        answer = llm.generate(prompt, max_tokens=1, raw=True)
-        ids = [token.id for token in answer.prompt_tokens if token.id < 256]
-        assert bytes(ids) == prompt.encode()
+        assert prompt_text(llm.generate(prompt, max_tokens=1, raw=True)) == prompt
 
 
 def test_real_stop_texts_are_taken_as_they_are(chain: str) -> None:
@@ -632,17 +636,44 @@ def test_real_a_seed_gives_the_same_answer_again(real: str) -> None:
     assert one.token_ids != other.token_ids
 
 
-def test_real_a_conversation_is_told_to_the_model_and_not_kept(real: str, tmp_path: Path) -> None:
-    llm = LLM("toy:", threads=1)
+def prompt_text(answer: Completion) -> str:
+    """Of a model whose tokens are bytes; control tokens are left out."""
+    ids = [token.id for token in answer.prompt_tokens if token.id < 256]
+    return bytes(ids).decode()
+
+
+def test_real_a_conversation_is_told_whole_and_not_kept(models: Path, tmp_path: Path) -> None:
+    # Its template writes each message as "role: content" and a newline.
+    llm = LLM(models / "model-variants" / "untied.gguf", threads=1)
     turns = [
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "answer"},
-        {"role": "user", "content": "second"},
+        {"role": "user", "content": "Zo\u00eb\nand \"I\"\n"},
+        {"role": "assistant", "content": "\U0001f999"},
+        {"role": "user", "content": "-n 3\n"},
     ]
-    lone = llm.chat(turns[2:], max_tokens=2).usage.prompt_tokens
-    told = llm.chat(turns, max_tokens=2).usage.prompt_tokens
-    more = llm.chat(turns, system="Be brief.", max_tokens=2).usage.prompt_tokens
-    assert lone < told < more
+    told = "user: Zo\u00eb\nand \"I\"\n\nassistant: \U0001f999\nuser: -n 3\n\nassistant:"
+    assert prompt_text(llm.chat(turns, max_tokens=2)) == told
+    system = "system: --be brief\n"
+    assert prompt_text(llm.chat(turns, system="--be brief", max_tokens=2)) == system + told
+    turns.insert(0, {"role": "system", "content": "--be brief"})
+    assert prompt_text(llm.chat(turns, max_tokens=2)) == system + told
+    assert prompt_text(llm.chat("A", max_tokens=2)) == "user: A\nassistant:"
+    assert prompt_text(llm.generate("A", max_tokens=2)) == "user: A\nassistant:"
+    assert prompt_text(llm.generate("A", max_tokens=2, raw=True)) == "A"
+    assert not (tmp_path / "state").exists()
+
+
+def test_real_variables_set_only_what_is_left_out(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"CONTINUE": "1", "RAW": "1", "STATS": "1", "PREDICT": "3", "BLOCK_SIZE": "4"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PAGEDKV_{name}", value)
+    path = models / "model-variants" / "untied.gguf"
+    answer = LLM(path, threads=1).generate("A")
+    assert prompt_text(answer) == "user: A\nassistant:"
+    assert (answer.usage.completion_tokens, answer.stats.page_size) == (3, 4)
+    answer = LLM(path, threads=1, block_size=8).generate("A", max_tokens=2)
+    assert (answer.usage.completion_tokens, answer.stats.page_size) == (2, 8)
     assert not (tmp_path / "state").exists()
 
 
