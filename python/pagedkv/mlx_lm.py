@@ -119,25 +119,24 @@ def save_prompt_cache(
 @contextmanager
 def paged_attention(*, fetch: bool = True) -> Iterator[None]:
     """While it lasts, mlx-lm's models attend to paged entries through their paged_attention, which
-    reads pages where they lie, quantised ones too. Other entries, attention sinks, and several
-    queries without a mask (of which each would see all tokens) are attended to as ever. It holds
-    for the whole process and may be nested and used by several threads.
+    reads pages where they lie, quantised ones too. As ever are computed: other entries, attention
+    sinks, several queries without a mask (each of which sees all tokens), keys and values that a
+    model changes after it got them from the entry (latent attention), and models that do not call
+    mlx-lm's attention function (Gemma 2). It holds for the whole process; it may be nested, and
+    used by several threads at once.
 
-    A model still gets all keys and values from a write, which copies them. With `fetch=False` it
-    gets back the new ones alone, for models that use what they get for nothing but attention to the
-    same entry (Llama, Mistral, Qwen, Gemma 2 and 3); another use, where it can be told, raises
-    RuntimeError: the tokens written so far are then right, the model's output is not."""
+    A model still gets all keys and values from a write, which reads them. With `fetch=False` it
+    gets back the new ones alone, for models that use what they get for attention and nothing else
+    (Llama, Mistral, Qwen, Phi, Gemma 3). Where another one is caught, RuntimeError is raised: what
+    it wrote is right, what it computed is not."""
     _enter(fetch)
     try:
         yield
     except BaseException:
         _leave()
         raise
-    unused = _leave()
-    if unused:
-        raise RuntimeError(
-            f"{unused} writes were not followed by attention: this model needs fetch=True"
-        )
+    if _leave():
+        raise RuntimeError(_NEEDS_FETCH)
 
 
 def _quantisation(asked: Any | str | None) -> Any | None:
@@ -212,27 +211,56 @@ def _as_stock(i: int, entry: Any) -> Any:
 
 # Attention
 
+_NEEDS_FETCH = (
+    "keys and values of a paged entry were used for something other than attention to them: "
+    "this model needs paged_attention(fetch=True)"
+)
+
+
+class _Slot(threading.local):
+    """This thread's last write to a paged entry: what the model got, and whether it attended."""
+
+    entry: Any = None
+    keys: Any = None
+    values: Any = None
+    attended = True
+
+    def put(self, entry: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+        self.entry, self.keys, self.values, self.attended = entry, keys, values, False
+        return keys, values
+
+    def clear(self) -> bool:
+        """Whether there was a write that no attention followed."""
+        unused = not self.attended
+        self.entry, self.keys, self.values, self.attended = None, None, None, True
+        return unused
+
 
 class _Route:
-    """Stands in for mlx-lm's attention function wherever a module has it by name."""
+    """What stands in for mlx-lm's attention function, and for the write of paged entries."""
 
     def __init__(self, fetch: bool) -> None:
         self.fetch = fetch
         self.depth = 0
+        self.slot = _Slot()
         self.stock_attention = base.scaled_dot_product_attention
         self.stock_write = cache_state.VllmMetalPagedKVCache.update_and_fetch
-        # Without fetch: by id of the keys that a write gave back, these and the entry.
-        self.written: dict[int, tuple[Any, Any]] = {}
-        # Bound once: modules are compared with these on the way out.
-        self.attention_function = self.attention
-        route = self
+        self.attention_here = self.attention  # one object, to compare with
 
         def write(entry: Any, keys: Any, values: Any) -> tuple[Any, Any]:
-            entry.update_without_fetch(keys, values)
-            route.written[id(keys)] = (keys, entry)
-            return keys, values
+            return self.write(entry, keys, values)
 
-        self.write_function = write
+        self.write_here = write  # a function, so that it becomes a method of the entries
+
+    def write(self, entry: Any, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Keys and values [1, num_kv_heads, new tokens, head_dim]."""
+        if self.fetch:
+            keys, values = self.stock_write(entry, keys, values)
+        else:
+            if self.slot.clear():
+                raise RuntimeError(_NEEDS_FETCH)
+            entry.update_without_fetch(keys, values)
+        return self.slot.put(entry, keys, values)
 
     def attention(
         self,
@@ -246,29 +274,32 @@ class _Route:
     ) -> Any:
         """Queries [1, num_q_heads, query_len, head_dim], the newest tokens of the cache; keys and
         values [1, num_kv_heads, seq_len, head_dim]. A mask of None means all tokens."""
-        _, owner = self.written.pop(id(keys), (None, None))
-        paged = _is_paged(cache)
-        if not self.fetch and owner is not (cache if paged else None):
-            raise RuntimeError("attention to keys that no write gave back: use fetch=True")
-        if paged and sinks is None and (mask is not None or queries.shape[2] == 1):
-            out = cache.paged_attention(queries, scale=scale, mask=mask)
-            if out is not None:
-                return out
-        if owner is not None:
-            keys, values = owner.state
+        slot = self.slot
+        ours = slot.entry is not None and keys is slot.keys and values is slot.values
+        ours = ours and cache is slot.entry
+        if not self.fetch and not ours:
+            if _is_paged(cache) or (slot.entry is not None and keys is slot.keys):
+                raise RuntimeError(_NEEDS_FETCH)
+        if ours:
+            slot.attended = True
+            sees_as_paged = mask is not None or queries.shape[2] == 1
+            if sees_as_paged and sinks is None and queries.ndim == 4:
+                out = cache.paged_attention(queries, scale=scale, mask=mask)
+                if out is not None:
+                    return out
+            if not self.fetch:
+                keys, values = cache.state
         return self.stock_attention(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
         )
 
-    def put(self) -> None:
-        _replace_everywhere(self.stock_attention, self.attention_function)
-        if not self.fetch:
-            cache_state.VllmMetalPagedKVCache.update_and_fetch = self.write_function
+    def begin(self) -> None:
+        _replace_everywhere(self.stock_attention, self.attention_here)
+        cache_state.VllmMetalPagedKVCache.update_and_fetch = self.write_here
 
-    def take_away(self) -> None:
-        _replace_everywhere(self.attention_function, self.stock_attention)
-        if not self.fetch:
-            cache_state.VllmMetalPagedKVCache.update_and_fetch = self.stock_write
+    def end(self) -> None:
+        _replace_everywhere(self.attention_here, self.stock_attention)
+        cache_state.VllmMetalPagedKVCache.update_and_fetch = self.stock_write
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -288,20 +319,20 @@ def _enter(fetch: bool) -> None:
     with _lock:
         if _route is None:
             _route = _Route(fetch)
-            _route.put()
+            _route.begin()
         elif _route.fetch != fetch:
             raise RuntimeError(f"paged_attention(fetch={_route.fetch}) is already in use")
         _route.depth += 1
 
 
-def _leave() -> int:
-    """The number of writes that no attention followed, known when the last use ends."""
+def _leave() -> bool:
+    """Whether, without fetch, this thread's last write was not attended to."""
     global _route
     with _lock:
         assert _route is not None
+        unused = _route.slot.clear() and not _route.fetch
         _route.depth -= 1
-        if _route.depth > 0:
-            return 0
-        _route.take_away()
-        unused, _route = len(_route.written), None
+        if _route.depth == 0:
+            _route.end()
+            _route = None
         return unused

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -250,72 +251,129 @@ def test_other_entries_are_attended_to_as_ever() -> None:
         assert mixed[0].paged_stats()["paged_attention_calls"] == 1
 
 
-def attend(entry: Any, queries: Any, mask: Any, *, fetch: bool = True, **more: Any) -> Any:
+def normal(seed: int, *shape: int) -> Any:
+    mx.random.seed(seed)
+    return mx.random.normal(shape)
+
+
+def attend(entry: Any, queries: Any, mask: Any, **more: Any) -> Any:
     """Writes as many new tokens as there are queries, then attends as a model does."""
-    mx.random.seed(3)
-    shape = (1, 2, queries.shape[2], 32)
-    keys, values = entry.update_and_fetch(mx.random.normal(shape), mx.random.normal(shape))
+    new = (1, 2, queries.shape[2], 32)
+    keys, values = entry.update_and_fetch(normal(3, *new), normal(4, *new))
     return base.scaled_dot_product_attention(
         queries, keys, values, cache=entry, scale=0.2, mask=mask, **more
     )
 
 
+def stock_attention(entry: Any, queries: Any, mask: Any, **more: Any) -> Any:
+    """Over what the entry gives to read."""
+    keys, values = entry.state
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=0.2, mask=mask, **more
+    )
+
+
+def entry_of(mode: str, tokens: int = 40) -> Any:
+    """An entry with plain ("") or quantised pages and random rows."""
+    entry = stock.KVCache()
+    entry.update_and_fetch(normal(1, 1, 2, tokens, 32), normal(2, 1, 2, tokens, 32))
+    cache = [entry]
+    paged.install(cache, kv_quant_config=mode or None)
+    return cache[0]
+
+
+@pytest.mark.parametrize("mode", ["", "q8", "q4"])
 @pytest.mark.parametrize("fetch", [True, False])
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "bias"])
-def test_each_mask_means_what_it_means_to_mlx_lm(mask: str, fetch: bool) -> None:
-    mx.random.seed(1)
-    queries = mx.random.normal((1, 4, 6, 32))
-    allowed = mx.random.uniform(shape=(6, 46)) < 0.7
-    masks = {
-        "none": None,
-        "causal": "causal",
-        "bool": allowed,
-        "bias": mx.where(allowed, 0.0, -1e9),
-    }
-    entries = [stock.KVCache(), Paged(block_size=16, num_blocks=8)]
-    out = []
-    for entry in entries:
-        mx.random.seed(2)
-        old = mx.random.normal((1, 2, 40, 32))
-        entry.update_and_fetch(old, old + 1)
-        if isinstance(entry, Paged):
-            with paged.paged_attention(fetch=fetch):
-                out.append(attend(entry, queries, masks[mask]))
-        else:
-            out.append(attend(entry, queries, masks[mask]))
-    assert largest_difference(out[0], out[1]) < 1e-5
+def test_each_mask_means_what_it_means_to_mlx_lm(mask: str, fetch: bool, mode: str) -> None:
+    queries = normal(5, 1, 4, 6, 32)
+    allowed = normal(6, 6, 46) < 0.5
+    bias = mx.where(allowed, 0.0, -1e9)
+    given = {"none": None, "causal": "causal", "bool": allowed, "bias": bias}[mask]
+    entry = entry_of(mode)
+    with paged.paged_attention(fetch=fetch):
+        got = attend(entry, queries, given)
+    assert largest_difference(got, stock_attention(entry, queries, given)) < 1e-5
 
 
 @pytest.mark.parametrize("fetch", [True, False])
 def test_attention_sinks_go_the_stock_way(fetch: bool) -> None:
-    mx.random.seed(1)
-    queries, sinks = mx.random.normal((1, 4, 6, 32)), mx.random.normal((4,))
-    want = attend(stock.KVCache(), queries, "causal", sinks=sinks)
-    entry = Paged(block_size=16, num_blocks=8)
+    queries, sinks = normal(5, 1, 4, 6, 32), normal(6, 4)
+    entry = entry_of("q8")
     with paged.paged_attention(fetch=fetch):
         got = attend(entry, queries, "causal", sinks=sinks)
-    assert largest_difference(got, want) < 1e-5
+    assert largest_difference(got, stock_attention(entry, queries, "causal", sinks=sinks)) < 1e-5
     assert entry.paged_stats()["paged_attention_calls"] == 0
 
 
+def test_keys_that_a_model_changes_are_attended_as_changed() -> None:
+    queries, new = normal(5, 1, 4, 1, 32), normal(6, 1, 2, 1, 32)
+    entry = entry_of("")
+    sdpa = {"scale": 0.2, "mask": None}
+    with paged.paged_attention():
+        keys, values = entry.update_and_fetch(new, new)
+        cut = keys[..., 5:, :], values[..., 5:, :]
+        for k, v in ((keys * 2, values), (keys, values * 2), cut):
+            got = base.scaled_dot_product_attention(queries, k, v, cache=entry, **sdpa)
+            assert same(got, mx.fast.scaled_dot_product_attention(queries, k, v, **sdpa))
+        assert entry.paged_stats()["paged_attention_calls"] == 0
+        for _ in range(2):  # as where layers share an entry
+            got = base.scaled_dot_product_attention(queries, keys, values, cache=entry, **sdpa)
+            assert largest_difference(got, stock_attention(entry, queries, None)) < 1e-5
+    assert entry.paged_stats()["paged_attention_calls"] == 2
+
+
 def test_without_fetch_other_uses_of_keys_are_errors() -> None:
-    queries, new = mx.ones((1, 4, 1, 32)), mx.ones((1, 2, 1, 32))
-    sdpa = base.scaled_dot_product_attention
-    one, two = Paged(block_size=16, num_blocks=8), Paged(block_size=16, num_blocks=8)
-    with pytest.raises(RuntimeError, match="1 writes"):
+    queries, new = normal(5, 1, 4, 1, 32), normal(6, 1, 2, 1, 32)
+    sdpa, write = base.scaled_dot_product_attention, Paged.update_and_fetch
+    one, two = entry_of(""), entry_of("")
+    with pytest.raises(RuntimeError, match="fetch=True"):
         with paged.paged_attention(fetch=False):
             one.update_and_fetch(new, new)
+    with pytest.raises(RuntimeError, match="fetch=True"):
+        with paged.paged_attention(fetch=False):
+            one.update_and_fetch(new, new)
+            two.update_and_fetch(new, new)
     for cache in (two, stock.KVCache(), None):
         with pytest.raises(RuntimeError, match="fetch=True"):
             with paged.paged_attention(fetch=False):
                 keys, values = one.update_and_fetch(new, new)
                 base.scaled_dot_product_attention(queries, keys, values, cache, 1.0, None)
-    with pytest.raises(RuntimeError, match="fetch=True"):
-        with paged.paged_attention(fetch=False):
-            keys, values = one.update_and_fetch(new, new)
-            base.scaled_dot_product_attention(queries, keys + 0, values, one, 1.0, None)
-    assert one.offset == 5
+    for change in ((1, 0), (0, 1)):
+        with pytest.raises(RuntimeError, match="fetch=True"):
+            with paged.paged_attention(fetch=False):
+                keys, values = one.update_and_fetch(new, new)
+                keys, values = keys + change[0], values + change[1]
+                base.scaled_dot_product_attention(queries, keys, values, one, 1.0, None)
+    assert one.offset == 40 + 7
     assert base.scaled_dot_product_attention is sdpa
+    assert Paged.update_and_fetch is write
+
+
+def test_threads_may_attend_at_once() -> None:
+    model = tiny_model()
+    prompts = [tiny_prompt(n)[None] for n in (30, 40, 50, 60)]
+    want = [model(prompt) for prompt in prompts]
+    mx.eval(want)
+    entered = threading.Barrier(len(prompts))
+    got: list[Any] = [None] * len(prompts)
+
+    def work(i: int) -> None:
+        # An array belongs to the thread's own stream.
+        with mx.stream(mx.new_stream(mx.cpu)), paged.paged_attention(fetch=False):
+            entered.wait(60)
+            got[i] = model(prompts[i], cache=paged_cache(model))
+            mx.eval(got[i])
+
+    original = base.scaled_dot_product_attention
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for a, b in zip(got, want):
+        assert largest_difference(a, b) < 1e-3
+    assert base.scaled_dot_product_attention is original
 
 
 # Files
