@@ -423,9 +423,7 @@ def _argument(flag: str, value: str) -> str:
     return f"{flag}={value}"
 
 
-def _flags(
-    known: Mapping[str, tuple[str, str]], given: Mapping[str, Any], what: str
-) -> list[str]:
+def _flags(known: Mapping[str, tuple[str, str]], given: Mapping[str, Any], what: str) -> list[str]:
     """The program's flags for names and values. Raises TypeError for an unknown name or a type that
     does not go with it, ValueError for a value that no flag can carry."""
     out = []

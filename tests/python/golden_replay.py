@@ -28,7 +28,18 @@ def shape_mismatch(d: Difference) -> bool:
     return bool(d.line["k"].shape[1:3] != d.line["v"].shape[1:3])
 
 
+def smaller(d: Difference) -> bool:
+    return isinstance(d.seed, int) and isinstance(d.ours, int) and d.ours < d.seed
+
+
 DEVIATIONS = (
+    Deviation(
+        "q6",
+        "a format of ours; its words and sizes are errors in the seed",
+        "quant",
+        ("error",),
+        when=lambda d: "bits6" in d.case,
+    ),
     # Refusals where the seed has a defect.
     Deviation(
         "checked geometry",
@@ -96,13 +107,20 @@ DEVIATIONS = (
     ),
     # Memory.
     Deviation(
+        "memory follows use",
+        "where growth is on memory comes as tokens come; the seed allocates its whole capacity",
+        "traces",
+        BYTES,
+        when=smaller,
+    ),
+    Deviation(
         "no working copies",
         "quantised pages are read as they are; the seed holds a mirror (q8) or a bank (q4) too",
         "traces",
         ("working_rows", *BYTES),
         when=lambda d: (
             d.quant != "off"
-            and (d.ours in (0, NOTHING) or (d.field != "working_rows" and d.seed > d.ours))
+            and (d.ours in (0, NOTHING) or (d.field != "working_rows" and smaller(d)))
         ),
     ),
     Deviation(
@@ -118,6 +136,22 @@ DEVIATIONS = (
         "traces",
         ("stats.kv_quant_dequant_tokens",),
         when=lambda d: d.quant == "q8" and d.ours in (d.after["offset"], d.before.get("offset")),
+    ),
+    Deviation(
+        "restoring is no read",
+        "the seed reads the state that it replaces",
+        "traces",
+        READS,
+        ("restore",),
+        when=lambda d: d.ours == 0,
+    ),
+    Deviation(
+        "blank variable",
+        "a blank window counts as unset; it is an error in the seed's statistics",
+        "traces",
+        ("stats.*",),
+        ("setenv", "paged_attention"),
+        ("trace/sliding_window_env/*",),
     ),
     # One attention route.
     Deviation(
@@ -140,7 +174,6 @@ DEVIATIONS = (
         "one route: no call takes the seed's split path",
         "traces",
         ("stats.*large_q_split_sdpa_fallback_calls*", "stats.paged_attention_large_q_path"),
-        ("paged_attention",),
         when=lambda d: d.ours in (0, NOTHING),
     ),
     Deviation(
@@ -181,11 +214,66 @@ DEVIATIONS = (
         when=lambda d: d.seed is None,
     ),
     Deviation(
+        "more queries than tokens",
+        "refused, since queries are tokens held; each can be asked for alone",
+        "attention",
+        ("out",),
+        cases=("*q_longer_than_context*",),
+        when=lambda d: str(d.ours).startswith("ValueError"),
+    ),
+    Deviation(
         "rows without a token",
         "give zeros; the mean of the values on one of the seed's routes",
         "attention",
         ("rows_without_a_key_give",),
         when=lambda d: d.ours == "zero",
+    ),
+    # Words, sizes and prices.
+    Deviation(
+        "q6",
+        "a format of ours; its words and sizes are errors in the seed",
+        "tables",
+        ("error", "out"),
+        ("normalize_paged_kv_quantization", "packed_dim"),
+        when=lambda d: d.seed in ("ValueError", NOTHING),
+    ),
+    Deviation(
+        "uint8",
+        "one list of words; the seed's configuration object keeps uint8 as a name, with 8 bits",
+        "tables",
+        ("out.normalized_mode",),
+        when=lambda d: d.seed == "uint8",
+    ),
+    Deviation(
+        "blank variable",
+        "counts as unset; in the seed a blank first variable of the two means off, and a blank "
+        "window is an error in its statistics",
+        "tables",
+        ("error", "out"),
+        ("paged_kv_quant_mode_from_env", "stats_sliding_window"),
+    ),
+    Deviation(
+        "kernels included",
+        "the kernels are part of the package: no installation is refused for want of them",
+        "tables",
+        ("error", "out.*"),
+        ("configure_attention_kv_cache",),
+        when=lambda d: d.seed in ("RuntimeError", NOTHING),
+    ),
+    Deviation(
+        "one route",
+        "quantised pages are attended as they are, at every offset, in every shape",
+        "tables",
+        ("error", "out"),
+        ("kv_quant_decode_route*", "kv_quant_kernel_q_len"),
+    ),
+    Deviation(
+        "no working copies",
+        "nothing is kept beside quantised pages",
+        "tables",
+        ("out",),
+        ("kv_quant_working_copy_peak_rows",),
+        when=lambda d: d.ours == 0,
     ),
 )
 
@@ -196,13 +284,10 @@ NOT_OURS = {
     "gqa_route": "one route: the kernels serve grouped queries of every length",
     "kv_quant_kernel_switch": "one route",
     "kv_quant_q4_kernel_switch": "one route",
-    "normalize_paged_kv_quantization": "the parser is behind paged_kv_quant_mode_from_env",
     "packed_quant_q_len": "a limit of a route",
     "paged_kv_quantization_env": "what the seed's server hands to its engine",
-    "partition_threshold": "one route",
     "partitioned_attention_flag": "one route",
     "safe_2pass_q_len": "a limit of a route",
-    "effective_sliding_window": "private; the traces of sliding_window_env show it",
 }
 
 GROUPS = ("quant", "traces", "attention", "tables")

@@ -646,11 +646,11 @@ def test_real_a_conversation_is_told_whole_and_not_kept(models: Path, tmp_path: 
     # Its template writes each message as "role: content" and a newline.
     llm = LLM(models / "model-variants" / "untied.gguf", threads=1)
     turns = [
-        {"role": "user", "content": "Zo\u00eb\nand \"I\"\n"},
+        {"role": "user", "content": 'Zo\u00eb\nand "I"\n'},
         {"role": "assistant", "content": "\U0001f999"},
         {"role": "user", "content": "-n 3\n"},
     ]
-    told = "user: Zo\u00eb\nand \"I\"\n\nassistant: \U0001f999\nuser: -n 3\n\nassistant:"
+    told = 'user: Zo\u00eb\nand "I"\n\nassistant: \U0001f999\nuser: -n 3\n\nassistant:'
     assert prompt_text(llm.chat(turns, max_tokens=2)) == told
     system = "system: --be brief\n"
     assert prompt_text(llm.chat(turns, system="--be brief", max_tokens=2)) == system + told

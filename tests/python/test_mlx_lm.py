@@ -49,9 +49,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generated(model: Any, prompt: Any, cache: list[Any], count: int = 12) -> tuple[list[int], Any]:
     """Greedy tokens and their log-probabilities [count, vocabulary]; prompts in steps of 64."""
-    steps = generate_step(
-        prompt, model, max_tokens=count, prompt_cache=cache, prefill_step_size=64
-    )
+    steps = generate_step(prompt, model, max_tokens=count, prompt_cache=cache, prefill_step_size=64)
     tokens, rows = zip(*steps)
     return list(tokens), mx.stack(rows).astype(mx.float32)
 
@@ -268,9 +266,7 @@ def attend(entry: Any, queries: Any, mask: Any, **more: Any) -> Any:
 def stock_attention(entry: Any, queries: Any, mask: Any, **more: Any) -> Any:
     """Over what the entry gives to read."""
     keys, values = entry.state
-    return mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=0.2, mask=mask, **more
-    )
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask=mask, **more)
 
 
 def entry_of(mode: str, tokens: int = 40) -> Any:

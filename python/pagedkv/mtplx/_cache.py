@@ -422,7 +422,7 @@ class VllmMetalPagedKVCache:
         if value is None:
             self._drop()
             return
-        kept = self._active_arrays()[1 - half]
+        kept = None if self.empty() else self._active_arrays()[1 - half]
         tokens = int(value.shape[2])
         if kept is None or int(kept.shape[2]) < tokens:
             held = 0 if kept is None else int(kept.shape[2])
@@ -694,7 +694,7 @@ class VllmMetalPagedKVCache:
         broadcasts to [1, num_q_heads, num_queries, offset] and says everything. sliding_window > 0: only the last so
         many tokens of the context. impl_override: there is one implementation, every word means it. A query that sees
         nothing gives zeros. None, and a count in paged_attention_bailouts_by_phase_reason, where the cache is empty,
-        the batch is not 1, there is no query, or query heads are no multiple of kv heads.
+        the batch is not 1, or there is no query; ValueError for shapes that do not fit.
         """
         started = time.perf_counter()
         shape = tuple(int(n) for n in queries.shape)
@@ -708,8 +708,6 @@ class VllmMetalPagedKVCache:
             reason = "batch_not_1"
         elif num_queries <= 0:
             reason = "q_len_invalid"
-        elif self._shape_ is not None and shape[1] % self._shape_[0] != 0:
-            reason = "query_heads_not_multiple_of_kv_heads"
         if native is None or reason:
             self._decline(reason, num_queries, window)
             return None

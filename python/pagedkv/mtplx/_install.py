@@ -103,6 +103,10 @@ def _configure(
         entry._grow_to_capacity(int(block_size) * int(num_blocks))
 
 
+def _turboquant_from_environment() -> str | None:
+    return "asked for" if env_truthy("MTPLX_VLLM_METAL_PAGED_TURBOQUANT") else None
+
+
 def _install_from_environment(cache: list[Any], middle: str = "") -> Counts:
     """Sizes from MTPLX_VLLM_METAL_PAGED_{middle}BLOCK_SIZE and _NUM_BLOCKS, those without `middle` where unset."""
 
@@ -124,6 +128,7 @@ def _install_from_environment(cache: list[Any], middle: str = "") -> Counts:
         num_blocks=_dynamic_paged_num_blocks(
             block_size=block_size, configured_blocks=size("NUM_BLOCKS", 1024)
         ),
+        turboquant_config=None if middle else _turboquant_from_environment(),
         kv_quant_config=None if middle else FROM_ENVIRONMENT,
     )
 
