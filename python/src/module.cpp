@@ -20,7 +20,7 @@ using namespace pagedkv;
 
 NB_MODULE(_pagedkv, m) {
   m.doc() = "The C++ library of pagedkv.";
-  m.attr("__version__") = PAGEDKV_VERSION_TEXT;
+  m.attr("VERSION") = PAGEDKV_VERSION_TEXT;
 
   nb::exception<CapacityError>(m, "CapacityError", PyExc_ValueError).doc() =
       "More tokens than a sequence or pool may hold. Names the need and the limit; nothing has "

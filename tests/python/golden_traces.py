@@ -292,10 +292,8 @@ class Trace:
     def compare(self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None) -> bool:
         """Whether the two go on being comparable."""
         self.verdicts.comparisons += 1
-        if (
-            type(seed) is type(ours)
-            and seed == ours
-            or (seed == ours and not isinstance(seed, bool))
+        if (type(seed) is type(ours) and seed == ours) or (
+            seed == ours and not isinstance(seed, bool)
         ):
             return True
         deviation = self.verdicts.differs(self.difference(name, seed, ours, after))

@@ -23,9 +23,8 @@ if PACKAGE != "pagedkv.mtplx":
     sys.modules["pagedkv.mtplx"] = import_module(PACKAGE)
 
 # Down here, since these import the package that was just chosen.
-from tiny_mlx_model import tiny_model, tiny_prompt  # noqa: E402
-
 from pagedkv import mlx_lm as paged  # noqa: E402
+from tiny_mlx_model import tiny_model, tiny_prompt  # noqa: E402
 
 base: Any = import_module("mlx_lm.models.base")
 llama: Any = import_module("mlx_lm.models.llama")
@@ -213,9 +212,8 @@ def test_the_stock_function_is_back_on_exit() -> None:
         with pytest.raises(RuntimeError, match="already in use"):
             with paged.paged_attention(fetch=True):
                 pytest.fail("was let in")
-    with pytest.raises(KeyError, match="mine"):
-        with paged.paged_attention():
-            raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine"), paged.paged_attention():
+        raise KeyError("mine")
     assert llama.scaled_dot_product_attention is original
     assert base.scaled_dot_product_attention is original
     assert Paged.update_and_fetch is write
@@ -323,13 +321,11 @@ def test_without_fetch_other_uses_of_keys_are_errors() -> None:
     queries, new = normal(5, 1, 4, 1, 32), normal(6, 1, 2, 1, 32)
     sdpa, write = base.scaled_dot_product_attention, Paged.update_and_fetch
     one, two = entry_of(""), entry_of("")
-    with pytest.raises(RuntimeError, match="fetch=True"):
-        with paged.paged_attention(fetch=False):
-            one.update_and_fetch(new, new)
-    with pytest.raises(RuntimeError, match="fetch=True"):
-        with paged.paged_attention(fetch=False):
-            one.update_and_fetch(new, new)
-            two.update_and_fetch(new, new)
+    with pytest.raises(RuntimeError, match="fetch=True"), paged.paged_attention(fetch=False):
+        one.update_and_fetch(new, new)
+    with pytest.raises(RuntimeError, match="fetch=True"), paged.paged_attention(fetch=False):
+        one.update_and_fetch(new, new)
+        two.update_and_fetch(new, new)
     for cache in (two, stock.KVCache(), None):
         with pytest.raises(RuntimeError, match="fetch=True"):
             with paged.paged_attention(fetch=False):
