@@ -182,9 +182,9 @@ void bind_cache(nb::module_& m) {
       .def_static("from_cache", &Cache::from_cache, "source"_a, nb::kw_only(),
                   "block_size"_a.none() = nb::none(), "num_blocks"_a.none() = nb::none(),
                   "quant"_a.none() = nb::none(), "dynamic"_a.none() = nb::none())
-      .def("update", &Cache::update, "keys"_a, "values"_a, "layer"_a = 0,
+      .def("update", &Cache::update, "keys"_a.none(), "values"_a.none(), "layer"_a = 0,
            nb::sig("def update(self, keys: object, values: object, layer: int = 0) -> None"))
-      .def("attend", &Cache::attend, "queries"_a, nb::kw_only(), "layer"_a = 0,
+      .def("attend", &Cache::attend, "queries"_a.none(), nb::kw_only(), "layer"_a = 0,
            "scale"_a.none() = nb::none(), "causal"_a = true, "sliding_window"_a = 0,
            "logit_softcap"_a = 0.0f, "sinks"_a.none() = nb::none(), "mask"_a.none() = nb::none(),
            "bias"_a.none() = nb::none(), "log_sum_exp"_a = false,

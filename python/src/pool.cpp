@@ -225,6 +225,8 @@ class Batch {
  public:
   Batch(const std::vector<Table*>& tables, const std::vector<int64_t>& query_lens) {
     if (tables.empty()) throw std::invalid_argument("a batch needs at least one sequence");
+    for (const Table* table : tables)
+      if (table == nullptr) throw nb::type_error("tables: None is no BlockTable");
     if (query_lens.size() != tables.size())
       throw std::invalid_argument(str(static_cast<int64_t>(query_lens.size())) +
                                   " query lengths for " + str(static_cast<int64_t>(tables.size())) +
@@ -600,7 +602,7 @@ void bind_pool(nb::module_& m) {
                     "Sequences of one pool that take a step together; see pagedkv.Batch.")
       .def(nb::init<const std::vector<Table*>&, const std::vector<int64_t>&>(), "tables"_a,
            "query_lens"_a)
-      .def("store", &Batch::store, "keys"_a, "values"_a, "layer"_a = 0,
+      .def("store", &Batch::store, "keys"_a.none(), "values"_a.none(), "layer"_a = 0,
            nb::sig("def store(self, keys: object, values: object, layer: int = 0) -> None"),
            "Writes keys and values [tokens, num_kv_heads, head_dim] of the newest tokens, sequence "
            "after sequence.\n\n"
@@ -608,7 +610,7 @@ void bind_pool(nb::module_& m) {
            "infinity or a NaN where "
            "pages are quantised: then nothing is stored.")
       .def(
-          "attend", &Batch::attend, "queries"_a, nb::kw_only(), "layer"_a = 0,
+          "attend", &Batch::attend, "queries"_a.none(), nb::kw_only(), "layer"_a = 0,
           "scale"_a.none() = nb::none(), "causal"_a = true, "sliding_window"_a.none() = nb::none(),
           "logit_softcap"_a = 0.0f, "sinks"_a.none() = nb::none(), "log_sum_exp"_a = false,
           nb::sig(

@@ -65,7 +65,7 @@ nb::object dequantize(nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig> codes,
 }  // namespace
 
 void bind_quantize(nb::module_& m) {
-  m.def("quantize_symmetric", &quantize, nb::arg("x"), nb::arg("bits"),
+  m.def("quantize_symmetric", &quantize, nb::arg("x").none(), nb::arg("bits"),
         nb::sig(
             "def quantize_symmetric(x: object, bits: int) -> tuple[numpy.ndarray, numpy.ndarray]"),
         "Rows along the last axis, [..., D] -> codes [..., packed_dim(D, bits)] (int8 for bits 8, "
