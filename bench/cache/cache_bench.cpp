@@ -4,13 +4,14 @@
 //   decode    update + attend of one token against the same kernel calls made directly: what
 //             conversions, checks and counters add
 //   counters  what one call pays for being counted: two clock readings and a look-up
-// Usage: cache_bench [pairs = 9]
+// Usage: cache_bench [pairs = 9 [decode]]; "decode": the longest of the decode cases alone
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <numeric>
+#include <string_view>
 #include <vector>
 
 #include "apps/measure.h"
@@ -174,6 +175,12 @@ int main(int argc, char** argv) try {
   const Shape small{"30 layers 9/3 x 64 f16", 30, 9, 3, 64, "off"},
       small_q4{"30 layers 9/3 x 64 q4", 30, 9, 3, 64, "q4"},
       large{"32 layers 32/8 x 128 f16", 32, 32, 8, 128, "off"};
+  if (argc > 2 && std::string_view(argv[2]) == "decode") {
+    const DecodeTimes t = decode(small, 8192, pairs);
+    std::printf("{\"kernel_set\": \"%s\", \"threads\": 1, \"cache_us\": %.2f, \"kernels_us\": %.2f}\n",
+                kernels().name, t.cache_us, t.kernels_us);
+    return 0;
+  }
   std::printf("{\"kernel_set\": \"%s\", \"threads\": 1,\n \"growth\": [\n  ", kernels().name);
   const Shape* const shapes[] = {&small_q4, &small, &large};
   for (const Shape* shape : shapes) {
