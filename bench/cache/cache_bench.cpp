@@ -177,8 +177,9 @@ int main(int argc, char** argv) try {
       large{"32 layers 32/8 x 128 f16", 32, 32, 8, 128, "off"};
   if (argc > 2 && std::string_view(argv[2]) == "decode") {
     const DecodeTimes t = decode(small, 8192, pairs);
-    std::printf("{\"kernel_set\": \"%s\", \"threads\": 1, \"cache_us\": %.2f, \"kernels_us\": %.2f}\n",
-                kernels().name, t.cache_us, t.kernels_us);
+    std::printf(
+        "{\"kernel_set\": \"%s\", \"threads\": 1, \"cache_us\": %.2f, \"kernels_us\": %.2f}\n",
+        kernels().name, t.cache_us, t.kernels_us);
     return 0;
   }
   std::printf("{\"kernel_set\": \"%s\", \"threads\": 1,\n \"growth\": [\n  ", kernels().name);

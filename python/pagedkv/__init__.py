@@ -22,15 +22,18 @@ from pagedkv._pagedkv import (
     set_num_threads,
 )
 from pagedkv.cache import LayerPages, PagedKVCache
+from pagedkv.llm import LLM, Completion
 from pagedkv.pages import PageView
 from pagedkv.pool import Batch, BlockTable, LayerSpec, PagePool
 
 __version__: str = VERSION
 
 __all__ = [
+    "LLM",
     "Batch",
     "BlockTable",
     "CapacityError",
+    "Completion",
     "LayerPages",
     "LayerSpec",
     "PageMemoryError",
