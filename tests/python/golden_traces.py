@@ -285,9 +285,20 @@ class Trace:
         self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None
     ) -> Difference:
         slot = self.slots.get(self.target, Slot())
-        where = ("traces", self.case, self.line.place, self.line.word)
-        what = (name, seed, ours, self.quant, self.line)
-        return Difference(*where, *what, slot.ours, after or {}, self.refused)
+        return Difference(
+            group="traces",
+            case=self.case,
+            place=self.line.place,
+            operation=self.line.word,
+            field=name,
+            seed=seed,
+            ours=ours,
+            quant=self.quant,
+            line=self.line,
+            before=slot.ours,
+            after=after or {},
+            refused=self.refused,
+        )
 
     def compare(self, name: str, seed: Any, ours: Any, after: dict[str, Any] | None = None) -> bool:
         """Whether the two go on being comparable."""

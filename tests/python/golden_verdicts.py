@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from golden_data import Line
@@ -33,17 +34,14 @@ class Difference:
     seed: Any
     ours: Any
     quant: str = "off"
-    line: Line | None = None
-    before: dict[str, Any] = field(
-        default_factory=dict
-    )  # what was seen of our cache before the operation
-    after: dict[str, Any] = field(
-        default_factory=dict
-    )  # and after it; empty where `field` is a result
+    line: Line = dataclasses.field(default_factory=lambda: Line("", "", {}, []))
+    # What was seen of our cache before the operation, and after it (empty for a result's field).
+    before: dict[str, Any] = dataclasses.field(default_factory=dict)
+    after: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: str = ""  # type of the error that we raised
 
     def seed_refused(self) -> str:
-        return str(self.line.get("error.type", "")) if self.line is not None else ""
+        return str(self.line.get("error.type", ""))
 
     def __str__(self) -> str:
         return (

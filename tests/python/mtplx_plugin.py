@@ -92,7 +92,7 @@ def put_in_place(package: str) -> type:
     """
     theirs = importlib.import_module("mtplx.cache_state")
     ours = importlib.import_module(package + ".cache_state")
-    cls = getattr(ours, CLASS)
+    cls: type = getattr(ours, CLASS)
     if ours is theirs:
         return cls
     replace_everywhere(getattr(theirs, CLASS), cls)
@@ -133,7 +133,8 @@ class Recorder:
         self._watch()
 
     def _watch(self) -> None:
-        init, get, set_ = self.cls.__init__, self.cls.__getattribute__, self.cls.__setattr__
+        cls: Any = self.cls
+        init, get, set_ = cls.__init__, cls.__getattribute__, cls.__setattr__
 
         def __init__(obj: Any, *args: Any, **kwargs: Any) -> None:
             if not self.constructs:
@@ -151,9 +152,9 @@ class Recorder:
                 self._note(name, sys._getframe(1))
             set_(obj, name, value)
 
-        self.cls.__init__ = __init__  # type: ignore[misc]
-        self.cls.__getattribute__ = __getattribute__  # type: ignore[method-assign,assignment]
-        self.cls.__setattr__ = __setattr__  # type: ignore[method-assign,assignment]
+        cls.__init__ = __init__
+        cls.__getattribute__ = __getattribute__
+        cls.__setattr__ = __setattr__
 
     def _note(self, name: str, frame: Any) -> None:
         # A helper such as getattr() or monkeypatch's setattr has a frame of pytest's: look one

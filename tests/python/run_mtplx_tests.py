@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import tomllib
 
@@ -86,8 +87,8 @@ def get_sdist(folder: Path, python: Path) -> Path:
     if unpacked.exists():
         return unpacked
     say(f"getting mtplx {VERSION}")
-    pip = [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "mtplx"]
-    subprocess.run([*pip, "-d", folder, f"mtplx=={VERSION}"], check=True)
+    pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "mtplx"]
+    subprocess.run([*pip, "-d", str(folder), f"mtplx=={VERSION}"], check=True)
     with tarfile.open(folder / f"mtplx-{VERSION}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     return unpacked
@@ -106,8 +107,10 @@ class Runner:
     def run_file(self, file: str, only: Iterable[str] | None = None) -> list[Result]:
         """All tests of a file, or `only` those; where one takes the process with it the rest runs
         in another."""
-        stem = self.results / f"{self.package}-{Path(file).stem}"
-        report, listed, done = (stem.with_suffix(s) for s in (".jsonl", ".only", ".done"))
+        start = f"{self.package}-{Path(file).stem}"
+        report, listed, done, output = (
+            self.results / (start + end) for end in (".jsonl", ".only", ".done", ".txt")
+        )
         report.unlink(missing_ok=True)
         environment = {
             **os.environ,
@@ -123,7 +126,7 @@ class Runner:
         results: dict[str, Result] = {}
         while True:
             done.write_text("\n".join(results), encoding="utf-8")
-            with stem.with_suffix(".txt").open("a", encoding="utf-8") as log:
+            with output.open("a", encoding="utf-8") as log:
                 ended = self.pytest(file, environment, log)
             started, makes = read_report(report, results)
             if not started:
@@ -132,24 +135,16 @@ class Runner:
             results[started] = Result(started, "crashed", makes, why, [])
             report.unlink()
 
-    def pytest(self, file: str, environment: dict[str, str], log: object) -> str:
+    def pytest(self, file: str, environment: dict[str, str], log: TextIO) -> str:
         """How the process ended."""
-        command = [
-            self.python,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "mtplx_plugin",
-            "-p",
-            "no:cacheprovider",
-        ]
+        plugins = ["-p", "mtplx_plugin", "-p", "no:cacheprovider"]
+        command = [str(self.python), "-m", "pytest", "-q", *plugins]
         try:
             ran = subprocess.run(
                 [*command, file],
                 cwd=self.sdist,
                 env=environment,
-                stdout=log,  # type: ignore[call-overload]
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=MINUTES * 60,
             )
@@ -184,7 +179,7 @@ def recorded(runner: Runner, files: Sequence[str], jobs: int, again: bool) -> li
     """What the tests of these files give with mtplx as it is; kept in the scratch folder, by
     file."""
     kept = runner.results / "recorded.json"
-    known: dict[str, list[dict[str, object]]] = {}
+    known: dict[str, list[dict[str, Any]]] = {}
     if kept.exists() and not again:
         known = json.loads(kept.read_text(encoding="utf-8"))
     missing = [file for file in files if file not in known]
@@ -196,7 +191,7 @@ def recorded(runner: Runner, files: Sequence[str], jobs: int, again: bool) -> li
         for file in some:
             known[file] = [asdict(r) for r in results if r.test.split("::")[0] == file]
         kept.write_text(json.dumps(known), encoding="utf-8")
-    return [Result(**record) for file in files for record in known[file]]  # type: ignore[arg-type]
+    return [Result(**record) for file in files for record in known[file]]
 
 
 # ---- judging
