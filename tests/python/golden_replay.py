@@ -116,11 +116,15 @@ DEVIATIONS = (
         "no working copies",
         "quantised pages are read as they are; the seed holds a mirror (q8) or a bank (q4) too",
         "traces",
-        ("working_rows", *BYTES),
-        when=lambda d: (
-            d.quant != "off"
-            and (d.ours in (0, NOTHING) or (d.field != "working_rows" and smaller(d)))
-        ),
+        BYTES,
+        when=lambda d: d.quant != "off" and (d.ours in (0, NOTHING) or smaller(d)),
+    ),
+    Deviation(
+        "no working rows",
+        "no mirror, no bank: attention needs no copy of the rows",
+        "traces",
+        ("working_rows",),
+        when=lambda d: d.quant != "off" and d.ours == 0,
     ),
     Deviation(
         "no mirror, no bank",
@@ -166,7 +170,7 @@ DEVIATIONS = (
         "the kernels read every format, for queries of any length",
         "traces",
         ("stats.kv_quant_route", "stats.kv_quant_route_offset", "stats.kv_quant_kernel_calls"),
-        when=lambda d: d.quant != "off",
+        when=lambda d: d.quant != "off" and d.ours != "dequant",
     ),
     Deviation(
         "no split path",
@@ -179,7 +183,7 @@ DEVIATIONS = (
         "nothing declined",
         "attention answers, or says what is wrong, where the seed returns nothing",
         "traces",
-        ("error", "returned", "last_bailout.*", "stats.paged_attention_bailouts_by_phase_reason.*"),
+        ("error", "returned", "last_bailout.*", "stats.*bailouts*", "stats.*attention_calls"),
         ("paged_attention",),
         when=lambda d: (
             "last_bailout.reason" in d.line and (d.field != "error" or d.ours == "ValueError")

@@ -278,8 +278,8 @@ def test_a_mode_that_is_none_of_off_q8_q4_is_an_error(
 
 
 def test_the_configuration_is_an_immutable_dataclass(package: Package) -> None:
-    config: Any = package.kv_quant.PagedKVQuantConfig(mode="q4")
-    assert dataclasses.is_dataclass(config)
+    config = package.kv_quant.PagedKVQuantConfig(mode="q4")
+    assert dataclasses.is_dataclass(type(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.mode = "q8"
     assert config == package.kv_quant.PagedKVQuantConfig("q4")
