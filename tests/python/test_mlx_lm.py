@@ -176,7 +176,7 @@ def test_paged_attention_gives_the_stock_logits(length: int) -> None:
 @pytest.mark.parametrize(("mode", "limit"), [("q8", 0.1), ("q4", 2.0)])
 @pytest.mark.parametrize("fetch", [True, False])
 def test_quantised_pages_are_attended_as_they_read(mode: str, limit: float, fetch: bool) -> None:
-    model = tiny_model()
+    model = tiny_model(layers=1)  # a second one would quantise what differs in rounding
     prompt = tiny_prompt(100)[None]
     want = model(prompt, cache=stock.make_prompt_cache(model))
     reads = model(prompt, cache=paged_cache(model, kv_quant_config=mode))
@@ -212,8 +212,9 @@ def test_the_stock_function_is_back_on_exit() -> None:
         with pytest.raises(RuntimeError, match="already in use"):
             with paged.paged_attention(fetch=True):
                 pytest.fail("was let in")
-    with pytest.raises(KeyError, match="mine"), paged.paged_attention():
-        raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine"):
+        with paged.paged_attention():
+            raise KeyError("mine")
     assert llama.scaled_dot_product_attention is original
     assert base.scaled_dot_product_attention is original
     assert Paged.update_and_fetch is write
@@ -321,25 +322,48 @@ def test_without_fetch_other_uses_of_keys_are_errors() -> None:
     queries, new = normal(5, 1, 4, 1, 32), normal(6, 1, 2, 1, 32)
     sdpa, write = base.scaled_dot_product_attention, Paged.update_and_fetch
     one, two = entry_of(""), entry_of("")
-    with pytest.raises(RuntimeError, match="fetch=True"), paged.paged_attention(fetch=False):
-        one.update_and_fetch(new, new)
-    with pytest.raises(RuntimeError, match="fetch=True"), paged.paged_attention(fetch=False):
-        one.update_and_fetch(new, new)
-        two.update_and_fetch(new, new)
-    for cache in (two, stock.KVCache(), None):
+
+    def refused(keys: Any, values: Any, cache: Any) -> None:
         with pytest.raises(RuntimeError, match="fetch=True"):
-            with paged.paged_attention(fetch=False):
-                keys, values = one.update_and_fetch(new, new)
-                base.scaled_dot_product_attention(queries, keys, values, cache, 1.0, None)
-    for change in ((1, 0), (0, 1)):
+            base.scaled_dot_product_attention(queries, keys, values, cache, 1.0, None)
+
+    with pytest.raises(RuntimeError, match="fetch=True"):  # on exit
+        with paged.paged_attention(fetch=False):
+            one.update_and_fetch(new, new)
+    with paged.paged_attention(fetch=False):
+        one.update_and_fetch(new, new)
         with pytest.raises(RuntimeError, match="fetch=True"):
-            with paged.paged_attention(fetch=False):
-                keys, values = one.update_and_fetch(new, new)
-                keys, values = keys + change[0], values + change[1]
-                base.scaled_dot_product_attention(queries, keys, values, one, 1.0, None)
-    assert one.offset == 40 + 7
+            two.update_and_fetch(new, new)
+        keys, values = one.update_and_fetch(new, new)
+        refused(keys, values, two)
+        refused(keys, values, stock.KVCache())
+        refused(keys, values, None)
+        refused(keys + 1, values, one)
+        refused(keys, values + 1, one)
+        got = base.scaled_dot_product_attention(queries, keys, values, one, 0.2, None)
+        assert largest_difference(got, stock_attention(one, queries, None)) < 1e-5
+    assert (one.offset, two.offset) == (43, 40)
     assert base.scaled_dot_product_attention is sdpa
     assert Paged.update_and_fetch is write
+
+
+def test_each_thread_attends_to_its_own_write() -> None:
+    queries, new = normal(5, 1, 4, 1, 32), normal(6, 1, 2, 1, 32)
+    mine, others = entry_of(""), entry_of("")
+    mx.eval(new, others.state)  # what this thread has not computed the other one cannot
+
+    def write_elsewhere() -> None:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            others.update_and_fetch(new, new)
+
+    with paged.paged_attention(fetch=False):
+        keys, values = mine.update_and_fetch(new, new)
+        thread = threading.Thread(target=write_elsewhere)
+        thread.start()
+        thread.join()
+        got = base.scaled_dot_product_attention(queries, keys, values, mine, 0.2, None)
+    assert others.offset == 41
+    assert largest_difference(got, stock_attention(mine, queries, None)) < 1e-5
 
 
 def test_threads_may_attend_at_once() -> None:
@@ -445,13 +469,21 @@ def test_an_entry_without_tokens_is_saved_or_refused(tmp_path: Path) -> None:
     assert [entry.offset for entry in paged.load_prompt_cache(path)] == [40, 0]
 
 
-def test_a_failed_save_keeps_the_earlier_file(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cache.safetensors"
     cache = filled(tiny_model())
     paged.save_prompt_cache(path, cache)
     before = path.read_bytes()
-    with pytest.raises(Exception):  # noqa: B017  mlx-lm's own
-        paged.save_prompt_cache(path, [*cache, object()])
+
+    def break_off(file: str, *_: Any) -> None:
+        Path(file).write_bytes(before[:100])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(stock, "save_prompt_cache", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        paged.save_prompt_cache(path, cache)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["cache.safetensors"]
 
