@@ -3,8 +3,8 @@
 # runs every test.
 #   scripts/test.sh         what CI runs
 #   scripts/test.sh --all   the random tests and the fuzzer ten times as long, then all tests of the kernels on AArch64
-#                           (QEMU), all tests under AddressSanitizer + UBSan and under ThreadSanitizer, and a short run
-#                           of the benchmark
+#                           (QEMU), all tests under AddressSanitizer + UBSan and under ThreadSanitizer, a short run of
+#                           the benchmark, the wheel in fresh environments, and MTPLX's own tests with our cache
 # Ends with what was counted and ctest's closing lines; exit status 0 only if everything passed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -85,6 +85,13 @@ assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {(32, 0), (0, 8)}, r
 assert all(row["avg_ts"] > 0 for row in rows), rows'
 }
 
+# mtplx's own tests with our class in the place of its: those files whose tests make an instance of it.
+mtplx_tests() {
+  PYTHONPATH=$root/build/ci/python "$venv/bin/python" "$root/tests/python/run_mtplx_tests.py" "$root/build/mtplx-tests" \
+    --files cache_state graphbank_compiled_verify kv_attention_trace_526 kv_quant_memory kv_quant_meta_state_rewind_526 \
+    kv_quant_q4_kernel_route promoted_paged_capacity_526 turboquant_fallback
+}
+
 # How many cases the tests have counted: "[ COUNT    ] 200 …", "12 traces, …", "40 of 41 cases …".
 counts() {
   grep -hE '^(\[ COUNT |[0-9]+ (of [0-9]+ )?(cases|traces)\b)' "$root/build/$1/Testing/Temporary/LastTest.log" || true
@@ -107,6 +114,8 @@ if [ $all = no ]; then
 fi
 
 bench_smoke || failed+=("benchmark")
+"$root/tests/python/check_wheel.sh" "$root/build/wheel-check" || failed+=("wheel")
+mtplx_tests || failed+=("mtplx's tests")
 PAGEDKV_TEST_SCALE=10 run_tests ci || failed+=("ci")
 if [ -e "$root/build/aarch64" ]; then run_tests aarch64 || failed+=("aarch64"); fi
 for preset in asan tsan; do

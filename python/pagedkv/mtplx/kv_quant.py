@@ -71,8 +71,11 @@ def compression_ratio(*, head_dim: int, bits: int) -> float:
 def quantize_symmetric(x: Any, *, bits: int) -> tuple[Any, Any]:
     """Rows [..., D] of any real dtype -> codes [..., packed_dim(D, bits)], scales [..., 1] float32.
 
-    ValueError for other bits than 8, 6, 4, a D that does not fit them, and a row with an infinity or a NaN.
+    ValueError for other bits than 8, 6, 4, a D that does not fit them, and a row with an infinity or a NaN. Inside
+    mx.compile, where there are no values yet, q8 and q4 become part of the graph: the same bits, and nothing is refused.
     """
+    if _is_traced(x):
+        return _traced_quantize(x, int(bits))
     array = _arrays.to_numpy(x)
     if array.dtype not in (np.float32, np.float16, _arrays.bfloat16):
         array = array.astype(np.float32)
@@ -81,9 +84,53 @@ def quantize_symmetric(x: Any, *, bits: int) -> tuple[Any, Any]:
 
 
 def dequantize_symmetric(q: Any, scale: Any, *, bits: int, head_dim: int) -> Any:
-    """code * scale: [..., head_dim] float32."""
+    """code * scale: [..., head_dim] float32. Inside mx.compile as quantize_symmetric()."""
+    if _is_traced(q) or _is_traced(scale):
+        return _traced_dequantize(q, scale, int(bits), int(head_dim))
     codes = np.ascontiguousarray(_arrays.to_numpy(q))
     scales = np.ascontiguousarray(_arrays.to_numpy(scale), dtype=np.float32)
     return _arrays.from_numpy(
         _pagedkv.dequantize_symmetric(codes, scales, int(bits), int(head_dim))
     )
+
+
+def _is_traced(array: Any) -> bool:
+    """Whether this is an mlx array without values: an input or intermediate of a graph being compiled."""
+    if not _arrays.is_mlx(array):
+        return False
+    try:
+        _arrays.to_native(array)
+    except ValueError:
+        return True
+    return False
+
+
+def _check_traced_bits(bits: int) -> None:
+    if bits not in (8, 4):
+        raise ValueError(f"bits {bits}: inside mx.compile must be 8 or 4")
+
+
+def _traced_quantize(x: Any, bits: int) -> tuple[Any, Any]:
+    _check_traced_bits(bits)
+    packed_dim(int(x.shape[-1]), bits)  # refuses what does not fit
+    mx = _arrays.mlx()
+    assert mx is not None
+    largest = 127.0 if bits == 8 else 7.0
+    values = x.astype(mx.float32)
+    amax = mx.abs(values).max(axis=-1, keepdims=True)
+    scales = mx.maximum(amax / largest, 1.0e-6)
+    codes = mx.clip(mx.round(values / scales), -largest, largest)
+    if bits == 8:
+        return codes.astype(mx.int8), scales
+    nibbles = (codes + 8).astype(mx.uint8)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales
+
+
+def _traced_dequantize(codes: Any, scales: Any, bits: int, head_dim: int) -> Any:
+    _check_traced_bits(bits)
+    mx = _arrays.mlx()
+    assert mx is not None
+    if bits == 4:
+        pairs = mx.stack([codes & 15, codes >> 4], axis=-1)
+        codes = pairs.reshape(*codes.shape[:-1], head_dim).astype(mx.float32) - 8
+    return codes.astype(mx.float32) * scales.astype(mx.float32)
