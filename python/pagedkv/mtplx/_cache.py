@@ -400,6 +400,10 @@ class VllmMetalPagedKVCache:
         else:
             self._load_contiguous_state(keys, values, int(keys.shape[2]))
 
+    def keys_and_values(self) -> tuple[Any | None, Any | None]:
+        """state, by the name that some models of mlx-lm 0.32 ask for."""
+        return self._active_arrays()
+
     @property
     def keys(self) -> Any | None:
         """As state. Setting it keeps the values, cut to as many tokens; None empties the cache."""
