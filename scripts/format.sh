@@ -11,7 +11,7 @@ mode=(-i)
 python_mode=()
 [ "${1:-}" != --check ] || { mode=(--dry-run --Werror); python_mode=(--check); }
 cd "$root"
-find include src python tests bench cmake -type f \( -name '*.h' -o -name '*.cpp' \) -print0 |
+find include src python examples tests bench cmake -type f \( -name '*.h' -o -name '*.cpp' \) -print0 |
   xargs -0 -r "$formatter" --style=file "${mode[@]}"
 "$venv/bin/ruff" format -q "${python_mode[@]}" python tests/python bench/python
 "$venv/bin/ruff" check -q python tests/python bench/python

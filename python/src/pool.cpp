@@ -186,6 +186,9 @@ class Table {
       return std::make_unique<Table>(sequence->pool, t.share_prefix(num_pages));
     });
   }
+  std::unique_ptr<Table> fork() const {
+    return locked([&](BlockTable& t) { return std::make_unique<Table>(sequence->pool, t.fork()); });
+  }
   nb::object slot_mapping(int64_t first, std::optional<int64_t> count, int group) const {
     std::vector<int64_t> slots = locked([&](BlockTable& t) {
       if (group < 0 || group >= t.num_groups())
@@ -566,6 +569,10 @@ void bind_pool(nb::module_& m) {
       .def("share_prefix", &Table::share_prefix, "num_pages"_a,
            "A table that holds the first num_pages full pages together with this one; no byte is "
            "copied.")
+      .def("fork", &Table::fork,
+           "Another branch: a table of the same tokens in the same pages. No byte is copied; who "
+           "appends first "
+           "while a partly filled last page is shared gets a copy of it.")
       .def("slot_mapping", &Table::slot_mapping, "first"_a = 0, "count"_a.none() = nb::none(),
            "group"_a = 0,
            nb::sig(

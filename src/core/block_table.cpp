@@ -160,13 +160,22 @@ BlockTable BlockTable::share_prefix(int64_t num_pages) const {
   if (num_pages < 0 || num_pages > full)
     throw std::invalid_argument("num_pages " + std::to_string(num_pages) + ": full pages are 0.." +
                                 std::to_string(full));
+  return share(static_cast<size_t>(num_pages), num_pages * pool_->page_size());
+}
+
+BlockTable BlockTable::fork() const {
+  return share(static_cast<size_t>(pages_for(length_, pool_->page_size())), length_);
+}
+
+BlockTable BlockTable::share(size_t num_pages, int64_t length) const {
   BlockTable shared(*pool_, context_window_);
   for (int g = 0; g < pool_->num_groups(); ++g) {
-    std::vector<PageId> pages(pages_[g].begin(), pages_[g].begin() + num_pages);
+    std::vector<PageId> pages(pages_[g].begin(),
+                              pages_[g].begin() + static_cast<std::ptrdiff_t>(num_pages));
     pool_->retain(g, pages);
     shared.pages_[g] = std::move(pages);
   }
-  shared.length_ = num_pages * pool_->page_size();
+  shared.length_ = length;
   return shared;
 }
 

@@ -54,6 +54,32 @@ TEST(BlockTable, GivesItsPagesBackWhenDestroyed) {
   pool.verify();
 }
 
+TEST(BlockTable, AForkSharesEveryPageUntilOneOfThemWrites) {
+  PagePool pool(options(16));
+  BlockTable parent(pool);
+  parent.append(40);  // two full pages and half of a third
+  std::memset(pool.layer_pages(0).keys.data + parent.pages(0)[2] * 16 * 64, 7, 16 * 64);
+  BlockTable first = parent.fork(), second = first.fork();
+  EXPECT_EQ(first.length(), 40);
+  EXPECT_EQ(pool.stats().pages_held, 3);
+  const PageId shared = parent.pages(0)[2];
+  first.append(1);  // its own copy
+  EXPECT_NE(first.pages(0)[2], shared);
+  EXPECT_EQ(pool.stats().pages_held, 4);
+  EXPECT_EQ(std::memcmp(pool.layer_pages(0).keys.data + first.pages(0)[2] * 16 * 64,
+                        pool.layer_pages(0).keys.data + shared * 16 * 64, 8 * 64),
+            0);
+  parent.append(1);  // the page is second's alone then
+  EXPECT_EQ(pool.references(0, shared), 1);
+  second.append(8);
+  EXPECT_EQ(second.pages(0)[2], shared);
+  EXPECT_EQ(pool.stats().pages_held, 5);
+  for (const BlockTable* table : {&parent, &first, &second})
+    EXPECT_EQ(table->pages(0)[0], parent.pages(0)[0]);
+  pool.verify();
+  EXPECT_EQ(BlockTable(pool).fork().length(), 0);
+}
+
 TEST(BlockTable, MovesItsPagesOnce) {
   PagePool pool(options(8));
   BlockTable a(pool), b(pool);

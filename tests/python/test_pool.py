@@ -130,6 +130,22 @@ def test_pages_are_shared_and_copied_when_written() -> None:
     pool.verify()
 
 
+def test_a_fork_holds_every_page_until_one_of_them_writes() -> None:
+    pool = PagePool([LayerSpec(1, 32, "f32")], page_size=4, num_pages=8)
+    (parent,) = sequences(pool, 6)
+    k = rows(1, 6, 1, 32)
+    Batch([parent], [6]).store(k, k)
+    child = parent.fork()
+    assert pool.stats()["pages_held"] == 2 and child.length == 6
+    child.append(1)
+    assert pool.stats()["pages_held"] == 3
+    Batch([child], [1]).store(rows(2, 1, 1, 32), rows(2, 1, 1, 32))
+    keys = np.asarray(pool.pages().keys).reshape(-1, 1, 32)
+    for table in (parent, child):
+        assert np.array_equal(keys[table.slot_mapping()][:6], k)
+    pool.verify()
+
+
 def test_a_batch_of_sequences_that_changed_is_refused() -> None:
     pool = PagePool([LayerSpec(1, 32)])
     tables = sequences(pool, 8, 8)

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // More tokens than a sequence or a pool may hold: growth is off, the context window is full, or the
 // most pages an array has address space for are in use. The text names the need and the limit.

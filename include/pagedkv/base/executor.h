@@ -11,7 +11,7 @@
 
 #include "pagedkv/base/function_ref.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 class Executor {
  public:
@@ -36,7 +36,7 @@ class ThreadPool final : public Executor {
   void run(int64_t num_items, FunctionRef<void(int64_t, int)> fn) override;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 template <class Signature>
 class FunctionRef;

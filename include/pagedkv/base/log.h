@@ -4,7 +4,7 @@
 #include <functional>
 #include <string_view>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 enum class LogLevel { kInfo, kWarning, kError };
 

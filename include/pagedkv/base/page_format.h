@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 enum class PageFormat : uint8_t { kF32, kF16, kBF16, kQ8, kQ6, kQ4 };
 

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <span>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // Bytes of a row's codes: head_dim, 3/4 of it, half of it.
 int packed_dim(int head_dim, int bits);

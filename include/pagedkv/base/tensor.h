@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 enum class DType : uint8_t { kF32, kF16, kBF16 };  // bf16: the upper half of an f32
 

@@ -10,7 +10,7 @@
 
 #include "pagedkv/core/block_table.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // FlashInfer's: sequence s has pages indices[indptr[s] .. indptr[s + 1]), the last of them holding
 // last_page_len[s] tokens, so that its length is page_size * (pages - 1) + last_page_len[s]. A sequence

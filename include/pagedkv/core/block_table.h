@@ -8,7 +8,7 @@
 
 #include "pagedkv/core/page_pool.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 class BlockTable {
  public:
@@ -41,6 +41,9 @@ class BlockTable {
   // A table that holds the first num_pages full pages together with this one (reference counts
   // rise; no byte is copied).
   [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
+  // A table of the same tokens in the same pages, the last one too: another branch. No byte is copied;
+  // who appends first while a partly filled last page is shared gets a copy of that page.
+  [[nodiscard]] BlockTable fork() const;
 
   int num_groups() const noexcept { return static_cast<int>(pages_.size()); }
   int page_size() const noexcept { return pool_->page_size(); }
@@ -51,6 +54,7 @@ class BlockTable {
   void slot_mapping(int group, int64_t first, std::span<int64_t> out) const;
 
  private:
+  BlockTable share(size_t num_pages, int64_t length) const;
   bool refuse(PagePool::Refusal why, std::string text);
   bool check_limits(int64_t num_tokens);
   bool last_page_is_shared(int group) const noexcept;

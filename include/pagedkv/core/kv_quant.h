@@ -9,7 +9,7 @@
 #include "pagedkv/base/page_format.h"
 #include "pagedkv/base/tensor.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 enum class PagedKVQuantMode : uint8_t { kOff, kQ8, kQ6, kQ4 };
 

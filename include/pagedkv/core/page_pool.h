@@ -19,7 +19,7 @@
 #include "pagedkv/base/error.h"
 #include "pagedkv/kernels/pages.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // What one layer stores for each token.
 struct LayerSpec {
@@ -148,7 +148,7 @@ class PagePool {
   void verify(const std::vector<std::vector<int32_t>>* expected = nullptr) const;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -33,7 +33,7 @@
 #include "pagedkv/core/kv_quant.h"
 #include "pagedkv/kernels/pages.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // What is left unset takes the default named beside it.
 struct PagedKVCacheOptions {
@@ -232,7 +232,7 @@ class PagedKVCache {
   std::span<const PageId> block_table() const noexcept;
 
  private:
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   std::unique_ptr<Impl> impl_;
 };
 

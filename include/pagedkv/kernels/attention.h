@@ -15,7 +15,7 @@
 #include "pagedkv/base/executor.h"
 #include "pagedkv/kernels/pages.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 // Sequence s owns query rows [query_start[s], query_start[s+1]); they are its newest tokens, already
 // stored, so that row i sits at position seq_lens[s] - query_len + i.
@@ -65,7 +65,7 @@ class AttentionPlan {
 
   int64_t num_items() const noexcept;  // of work, after prepare()
 
-  struct Impl;
+  struct [[gnu::visibility("hidden")]] Impl;
   Impl& impl() const noexcept { return *impl_; }
 
  private:

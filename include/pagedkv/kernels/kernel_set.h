@@ -11,7 +11,7 @@
 
 #include "pagedkv/kernels/attention.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 struct KernelSet {
   const char* name;   // "avx512", "avx2", "neon", "reference"

@@ -7,7 +7,7 @@
 
 #include "pagedkv/base/page_format.h"
 
-namespace pagedkv {
+namespace [[gnu::visibility("default")]] pagedkv {
 
 using PageId = int32_t;  // a page of a layer group; valid in every layer of the group
 
