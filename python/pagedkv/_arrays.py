@@ -58,12 +58,16 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     return mx.array(array)
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
 def dtype_of(name: str) -> Any:
     """The dtype object of this name, as from_numpy()'s arrays have it."""
     mx = mlx()
     if mx is not None:
         return getattr(mx, name)
-    return bfloat16 if name == "bfloat16" else np.dtype(name)
+    return numpy_dtype(name)
 
 
 def dtype_name(dtype: Any) -> str:

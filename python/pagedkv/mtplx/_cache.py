@@ -10,7 +10,8 @@ import numpy as np
 
 from pagedkv import _arrays, _pagedkv
 from pagedkv.cache import LayerPages, layer_pages
-from pagedkv.mtplx import _sizing
+from pagedkv.mtplx import _page_import, _sizing
+from pagedkv.mtplx._counters import Counters
 from pagedkv.mtplx._environment import env_int, env_strict_int, env_truthy
 from pagedkv.mtplx._masks import Visibility, visibility
 from pagedkv.mtplx.attention_context import current_attention_phase
@@ -24,8 +25,7 @@ class _FromEnvironment:
 
 FROM_ENVIRONMENT: Final = _FromEnvironment()
 
-# In the order of pagedkv.LayerPages.
-_PAGE_ARRAYS = ("key_cache", "value_cache", "key_scale_cache", "value_scale_cache")
+_PAGE_ARRAYS = _page_import.NAMES  # in the order of pagedkv.LayerPages
 
 
 def _unless_off(config: PagedKVQuantConfig | None) -> PagedKVQuantConfig | None:
@@ -39,7 +39,7 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-class VllmMetalPagedKVCache:
+class VllmMetalPagedKVCache(Counters):
     """Keys and values of one attention layer of one sequence, in pages.
 
     Pages are ``[num_blocks, block_size, num_kv_heads, head_dim]``, the layout of vLLM's Metal kernels; positions are
@@ -79,7 +79,7 @@ class VllmMetalPagedKVCache:
         self.turboquant_config = None
         self.turboquant = False
         self._kv_quant_config = _unless_off(kv_quant_config)
-        self._reset_counters()
+        super().__init__()
         if turboquant_config is not None:
             from pagedkv.mtplx.cache_state import _warn_vllm_metal_ops_unavailable
 
@@ -88,43 +88,6 @@ class VllmMetalPagedKVCache:
             )
         if keys is not None and values is not None:
             self._load_contiguous_state(keys, values, int(offset))
-
-    def _reset_counters(self) -> None:
-        self.update_calls = 0
-        self.paged_attention_calls = 0
-        self.partitioned_attention_calls = 0
-        self.turboquant_attention_calls = 0
-        self.kv_quant_attention_calls = 0
-        self.kv_quant_kernel_calls = 0
-        self.gqa_sdpa_calls = 0
-        self.gqa_sdpa_calls_by_route: dict[str, int] = {}
-        self.gqa_sdpa_calls_by_phase: dict[str, int] = {}
-        self.gqa_sdpa_route_misses_by_phase_reason: dict[str, int] = {}
-        self.gqa_sdpa_route_misses_by_q_len: dict[str, int] = {}
-        self.gqa_sdpa_last_route_miss: dict[str, int | str] = {}
-        self.active_array_calls = 0
-        self.active_array_time_s = 0.0
-        self.kv_quant_dequant_calls = 0
-        self.kv_quant_dequant_time_s = 0.0
-        self.kv_quant_dequant_tokens = 0
-        self.kv_quant_dequant_memo_hits = 0
-        self.kv_quant_dequant_memo_rebuilds = 0
-        self.kv_quant_bank_rebuilds = 0
-        self.kv_quant_bank_extended_tokens = 0
-        self.dense_fallback_calls = 0
-        self.dense_fallback_calls_by_phase: dict[str, int] = {}
-        self.paged_attention_bailouts_by_phase_reason: dict[str, int] = {}
-        self.paged_attention_last_bailout: dict[str, int | str] = {}
-        self.paged_attention_large_q_path = ""
-        self.large_q_split_sdpa_fallback_calls = 0
-        self.large_q_split_sdpa_fallback_calls_by_phase: dict[str, int] = {}
-        self.partitioned_paged_calls = 0
-        self.partitioned_paged_calls_by_phase: dict[str, int] = {}
-        self.grow_events = 0
-        self.cache_write_time_s = 0.0
-        self.attention_time_s = 0.0
-        self._kv_quant_route: str | None = None  # of this request: set by its first attention
-        self._kv_quant_route_offset = -1
 
     @classmethod
     def from_cache(
@@ -600,40 +563,13 @@ class VllmMetalPagedKVCache:
             if view is None:
                 return  # the others are still to come
             given.append(view.numpy())
-        blocks, size, heads, width = (int(n) for n in given[0].shape)
+        blocks = int(given[0].shape[0])
         bits = self._kv_quant_config.bits if self._kv_quant_config is not None else 0
-        shape = incoming.get("shape") or (
-            heads,
-            width * 8 // bits if bits else width,
-            int(given[1].shape[3]) * 8 // bits if bits else int(given[1].shape[3]),
-        )
-        dtypes = incoming.get("dtypes")
-        if dtypes is None:
-            dtypes = self._dtypes_ if bits and self._dtypes_ else None
-        if dtypes is None:
-            dtypes = ("float32", "float32") if bits else (given[0].dtype.name, given[1].dtype.name)
-        offset = int(incoming["offset"])
-        if size != int(self.block_size) or offset < 0 or offset > blocks * size:
-            raise ValueError(
-                f"pages of shape {list(given[0].shape)} and offset {offset}: must be [blocks, "
-                f"{self.block_size}, heads, width] and an offset that they hold"
-            )
+        shape = incoming.get("shape") or _page_import.shape_of(given, bits)
+        dtypes = incoming.get("dtypes") or (self._dtypes_ if bits else None)
+        dtypes = dtypes or _page_import.dtypes_of(given, bits)
         native = self._new_native(blocks)
-        rows = [
-            np.zeros((1, heads, offset, int(dim)), dtype=_numpy_dtype(dtype))
-            for dim, dtype in zip(shape[1:], dtypes)
-        ]
-        native.update(rows[0], rows[1])
-        native.grow_to_capacity(native.capacity)
-        target = layer_pages(native.pages())
-        for index, array in enumerate(given):
-            view = target[index]
-            if view is None or view.shape != array.shape or view.dtype != array.dtype:
-                raise ValueError(
-                    f"{names[index]} of shape {list(array.shape)}, {array.dtype}: must be "
-                    f"{'nothing' if view is None else f'{list(view.shape)}, {view.dtype}'}"
-                )
-            view.numpy()[...] = array
+        _page_import.fill(native, given, shape, dtypes, int(incoming["offset"]))
         self._native, self._shape_, self._dtypes_ = native, shape, dtypes
         self.num_blocks, self._incoming = blocks, {}
 
@@ -655,14 +591,6 @@ class VllmMetalPagedKVCache:
 
     def _effective_sliding_window(self, requested: int) -> int:
         return env_strict_int("MTPLX_VLLM_METAL_PAGED_SLIDING_WINDOW", int(requested))
-
-    def record_dense_fallback(self) -> None:
-        """Counts a call that the caller served from state."""
-        phase = current_attention_phase()
-        self.dense_fallback_calls += 1
-        self.dense_fallback_calls_by_phase[phase] = (
-            self.dense_fallback_calls_by_phase.get(phase, 0) + 1
-        )
 
     def _decline(self, reason: str, q_len: int, sliding_window: int) -> None:
         phase = current_attention_phase()
@@ -757,79 +685,19 @@ class VllmMetalPagedKVCache:
     # ---- statistics
 
     def paged_stats(self) -> dict[str, Any]:
-        """Counters, sizes and times in seconds, by MTPLX's keys. Those of routes and working copies that we have not
-        are 0 or empty."""
+        """Counters, sizes and times in seconds, by MTPLX's keys. Those of routes and working copies
+        that we have not are 0 or empty."""
         config = self._kv_quant_config
-        mode = (
-            "vllm_metal_paged"
-            if config is None
-            else f"vllm_metal_paged_kv_{config.normalized_mode}"
-        )
-        dense, split = (
-            self.dense_fallback_calls_by_phase,
-            self.large_q_split_sdpa_fallback_calls_by_phase,
-        )
-        partitioned = self.partitioned_paged_calls_by_phase
+        quant = "" if config is None else config.normalized_mode
         return {
-            "mode": mode,
+            "mode": f"vllm_metal_paged_kv_{quant}" if quant else "vllm_metal_paged",
             "block_size": int(self.block_size),
             "num_blocks": int(self.num_blocks),
             "capacity": self.capacity,
             "offset": self.offset,
-            "updates": self.update_calls,
-            "paged_attention_calls": self.paged_attention_calls,
-            "partitioned_attention_calls": self.partitioned_attention_calls,
-            "turboquant_attention_calls": self.turboquant_attention_calls,
-            "kv_quant_attention_calls": self.kv_quant_attention_calls,
-            "gqa_sdpa_calls": self.gqa_sdpa_calls,
-            "gqa_sdpa_calls_by_route": dict(self.gqa_sdpa_calls_by_route),
-            "gqa_sdpa_calls_by_phase": dict(self.gqa_sdpa_calls_by_phase),
-            "gqa_sdpa_route_misses_by_phase_reason": dict(
-                self.gqa_sdpa_route_misses_by_phase_reason
-            ),
-            "gqa_sdpa_route_misses_by_q_len": dict(self.gqa_sdpa_route_misses_by_q_len),
-            "gqa_sdpa_last_route_miss": dict(self.gqa_sdpa_last_route_miss),
-            "active_array_calls": self.active_array_calls,
-            "active_array_time_s": self.active_array_time_s,
-            "kv_quant_dequant_calls": self.kv_quant_dequant_calls,
-            "kv_quant_dequant_time_s": self.kv_quant_dequant_time_s,
-            "kv_quant_dequant_tokens": self.kv_quant_dequant_tokens,
-            "kv_quant_dequant_memo_hits": self.kv_quant_dequant_memo_hits,
-            "kv_quant_dequant_memo_rebuilds": self.kv_quant_dequant_memo_rebuilds,
-            "kv_quant_kernel_calls": self.kv_quant_kernel_calls,
-            "kv_quant_bank_rebuilds": self.kv_quant_bank_rebuilds,
-            "kv_quant_bank_extended_tokens": self.kv_quant_bank_extended_tokens,
-            "kv_quant_route": self._kv_quant_route or "",
-            "kv_quant_route_offset": self._kv_quant_route_offset,
-            "dense_fallback_calls": self.dense_fallback_calls,
-            "prefill_dense_fallback_calls": dense.get("prefill", 0),
-            "decode_dense_fallback_calls": dense.get("decode_verify", 0),
-            "ar_dense_fallback_calls": dense.get("ar_decode", 0),
-            "postcommit_dense_fallback_calls": dense.get("postcommit", 0),
-            "paged_attention_bailouts_by_phase_reason": dict(
-                self.paged_attention_bailouts_by_phase_reason
-            ),
-            "paged_attention_large_q_path": self.paged_attention_large_q_path,
-            "large_q_split_sdpa_fallback_calls": self.large_q_split_sdpa_fallback_calls,
-            "large_q_split_sdpa_fallback_calls_by_phase": dict(split),
-            "prefill_large_q_split_sdpa_fallback_calls": split.get("prefill", 0),
-            "decode_large_q_split_sdpa_fallback_calls": split.get("decode_verify", 0),
-            "partitioned_paged_calls": self.partitioned_paged_calls,
-            "partitioned_paged_calls_by_phase": dict(partitioned),
-            "prefill_partitioned_paged_calls": partitioned.get("prefill", 0),
-            "decode_partitioned_paged_calls": partitioned.get("decode_verify", 0),
-            "grow_events": self.grow_events,
-            "turboquant": 0,
-            "turboquant_k_quant": "",
-            "turboquant_v_quant": "",
             "kv_quant": int(self.kv_quant),
-            "kv_quant_mode": "" if config is None else config.normalized_mode,
+            "kv_quant_mode": quant,
             "sliding_window": self._effective_sliding_window(-1),
             "bytes": self.nbytes,
-            "cache_write_time_s": self.cache_write_time_s,
-            "attention_time_s": self.attention_time_s,
+            **self.counts(),
         }
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return _arrays.bfloat16 if name == "bfloat16" else np.dtype(name)
