@@ -42,6 +42,7 @@ struct RunOptions {
   std::string system, template_kwargs;
   int64_t max_new_tokens = -1;
   int prefill_chunk = 0;
+  int num_answers = 1;
   SamplerOptions sampler;
   int64_t seed = -1;
   std::vector<std::string> stop;
@@ -114,15 +115,21 @@ void on_signal(int signal) {
   if (g_signals.fetch_add(1) > 0) _exit(128 + signal);
 }
 
-// Writes the answer as it comes and keeps what --json and --stats report.
+void print(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0)
+    throw std::runtime_error("standard output: cannot be written");
+}
+
+// Writes the only answer as it comes, and keeps what is reported.
 class RunSink final : public RequestSink {
  public:
-  RunSink(const RunOptions& options, const Tokenizer& tokenizer, const std::vector<int32_t>& prompt)
-      : options_(options), tokenizer_(tokenizer), prompt_(prompt), bar_("prompt", true) {}
+  RunSink(const RunOptions& options, const Tokenizer& tokenizer, bool shows_progress)
+      : options_(options), tokenizer_(tokenizer), shows_progress_(shows_progress) {}
 
   void on_prompt(int64_t done, int64_t total) override {
-    bar_.show(static_cast<double>(done) / static_cast<double>(total));
     num_prompt = done;
+    if (!shows_progress_) return;
+    bar_.show(static_cast<double>(done) / static_cast<double>(total));
     if (done == total) bar_.clear();
   }
   void on_prompt_logprob(int64_t, double logprob) override { prompt_logprobs_.push_back(logprob); }
@@ -143,18 +150,22 @@ class RunSink final : public RequestSink {
     finished = Clock::now();
   }
 
-  // The object of --json; `rest` holds usage, timings and stats.
-  std::string json(const ordered_json& rest) const {
-    std::string prompt;
-    for (size_t i = 0; i < prompt_.size(); ++i)
-      prompt +=
-          (i ? "," : "") + std::string("{\"id\":") + std::to_string(prompt_[i]) + ",\"logprob\":" +
+  // Of --json: the members of an answer, and the array of the prompt's tokens.
+  std::string answer_json() const {
+    return "\"text\":" + quoted(text) +
+           ",\"finish_reason\":" + quoted(std::string(finish_reason_name(reason))) +
+           ",\"tokens\":[" + tokens_ + "]";
+  }
+  std::string prompt_json(const std::vector<int32_t>& prompt) const {
+    std::string out = "[";
+    for (size_t i = 0; i < prompt.size(); ++i)
+      out +=
+          (i ? "," : "") + std::string("{\"id\":") + std::to_string(prompt[i]) + ",\"logprob\":" +
           (i == 0 || i > prompt_logprobs_.size() ? "null" : number(prompt_logprobs_[i - 1])) + "}";
-    std::string out = "{\"text\":" + quoted(text) +
-                      ",\"finish_reason\":" + quoted(std::string(finish_reason_name(reason))) +
-                      ",\"tokens\":[" + tokens_ + "],\"prompt_tokens\":[" + prompt + "]";
-    for (const auto& [key, value] : rest.items()) out += "," + quoted(key) + ":" + value.dump();
-    return out + "}";
+    return out + "]";
+  }
+  static std::string quoted(const std::string& what) {
+    return ordered_json(valid_utf8(what)).dump();
   }
 
   int64_t num_prompt = 0;  // prompt tokens computed; fewer than all where the run was cancelled
@@ -167,23 +178,53 @@ class RunSink final : public RequestSink {
  private:
   // JSON has no infinity.
   static std::string number(double x) { return std::isfinite(x) ? shortest(x) : "-9999.0"; }
-  static std::string quoted(const std::string& what) {
-    return ordered_json(valid_utf8(what)).dump();
-  }
   void write(std::string_view more) {
     text += more;
-    if (options_.json) return;
-    if (std::fwrite(more.data(), 1, more.size(), stdout) != more.size() || std::fflush(stdout) != 0)
-      throw std::runtime_error("standard output: cannot be written");
+    if (!options_.json && options_.num_answers == 1) print(more);
   }
 
   const RunOptions& options_;
   const Tokenizer& tokenizer_;
-  const std::vector<int32_t>& prompt_;
-  ProgressBar bar_;
+  bool shows_progress_;
+  ProgressBar bar_{"prompt", true};
   std::string tokens_;
   std::vector<double> prompt_logprobs_;
 };
+
+using Answers = std::vector<std::unique_ptr<RunSink>>;
+
+// What lies behind an answer that was written as it came, or all of several.
+void print_answers(const Answers& answers) {
+  if (answers.size() == 1) {
+    const std::string& text = answers[0]->text;
+    if (!text.empty() && text.back() != '\n') print("\n");
+    return;
+  }
+  for (size_t i = 0; i < answers.size(); ++i) {
+    const std::string head = (i ? "\n" : "") + std::string("answer ") + std::to_string(i + 1) +
+                             " of " + std::to_string(answers.size()) + ":\n";
+    print(head + answers[i]->text + "\n");
+  }
+}
+
+// The object of --json; `rest` holds usage, timings and stats. Several answers are "choices".
+std::string json(const Answers& answers, const std::vector<int32_t>& prompt,
+                 const ordered_json& rest) {
+  std::string out = "{";
+  if (answers.size() == 1) {
+    out += answers[0]->answer_json();
+  } else {
+    out += "\"choices\":[";
+    for (size_t i = 0; i < answers.size(); ++i)
+      out += (i ? "," : "") + std::string("{\"index\":") + std::to_string(i) + "," +
+             answers[i]->answer_json() + "}";
+    out += "]";
+  }
+  out += ",\"prompt_tokens\":" + answers[0]->prompt_json(prompt);
+  for (const auto& [key, value] : rest.items())
+    out += "," + RunSink::quoted(key) + ":" + value.dump();
+  return out + "}";
+}
 
 int64_t peak_rss_bytes() {
   rusage usage{};
@@ -248,10 +289,15 @@ int run(RunOptions o, Clock::time_point start) {
   if (o.raw && (o.go_on || !o.system.empty() || !o.template_kwargs.empty()))
     throw std::invalid_argument(
         "--raw has no chat template, which --system, --continue and --chat-template-kwargs need");
+  if (o.num_answers > 1 && (at_terminal || o.go_on))
+    throw std::invalid_argument("--n " + std::to_string(o.num_answers) +
+                                ": a conversation goes on with one answer; give a prompt, without "
+                                "--continue");
   const TemplateKwargs kwargs = parse_kwargs(o.template_kwargs);
   Conversation conversation = begin_conversation(o);
   const std::string text = at_terminal ? "" : read_prompt(o);
-  const KvSettings settings = o.model.kv_settings();
+  KvSettings settings = o.model.kv_settings();
+  settings.max_seqs = o.num_answers;
   auto m = load_model(o.model, true);
   const auto& info = m.model->info();
   const auto loaded = Clock::now();
@@ -261,7 +307,7 @@ int run(RunOptions o, Clock::time_point start) {
   EngineOptions engine_options;
   engine_options.context = context_tokens(info, settings);
   engine_options.prefill_chunk = o.prefill_chunk;
-  engine_options.max_seqs = 1;
+  engine_options.max_seqs = o.num_answers;
   Engine engine(
       *m.model, *m.tokenizer, pool, [&](const SamplerOptions& s) { return m.make_sampler(s); },
       engine_options);
@@ -276,42 +322,54 @@ int run(RunOptions o, Clock::time_point start) {
       o.raw ? text : m.chat_template->render(conversation.messages(), kwargs);
   const auto prompt = m.tokenizer->tokenize(rendered, true, !o.raw);
   request.prompt = prompt;
-  RunSink sink(o, *m.tokenizer, prompt);
+  Answers answers;
+  std::vector<RequestSink*> sinks;
+  for (int i = 0; i < o.num_answers; ++i)
+    sinks.push_back(answers.emplace_back(std::make_unique<RunSink>(o, *m.tokenizer, i == 0)).get());
   std::signal(SIGINT, on_signal);
   std::signal(SIGTERM, on_signal);
   const auto begin = Clock::now();
-  const RequestId id = engine.submit(std::move(request), sink);
+  const auto ids = engine.submit(std::move(request), sinks);
   while (engine.step())
-    if (g_signals.load() > 0) engine.cancel(id);
-  if (!o.json && !sink.text.empty() && sink.text.back() != '\n') std::fputs("\n", stdout);
-  if (sink.error) std::rethrow_exception(sink.error);
-  const int64_t num_prompt = sink.num_prompt;
-  const auto first = sink.num_tokens ? sink.first_token : sink.finished;
+    if (g_signals.load() > 0)
+      for (const RequestId id : ids) engine.cancel(id);
+  if (!o.json) print_answers(answers);
+  int64_t num_tokens = 0, num_later = 0;  // generated; of them, behind the first of each answer
+  auto first = answers[0]->finished, last = begin;
+  for (const auto& answer : answers) {
+    if (answer->error) std::rethrow_exception(answer->error);
+    num_tokens += answer->num_tokens;
+    num_later += std::max<int64_t>(0, answer->num_tokens - 1);
+    if (answer->num_tokens == 0) continue;
+    first = std::min(first, answer->first_token);
+    last = std::max(last, answer->last_token);
+  }
+  const int64_t num_prompt = answers[0]->num_prompt;
   const double prompt_ms = ms_between(begin, first),
-               predicted_ms = sink.num_tokens > 1 ? ms_between(first, sink.last_token) : 0;
+               predicted_ms = num_later > 0 ? ms_between(first, last) : 0;
   const ordered_json timings{
       {"load_ms", ms_between(start, loaded)},
       {"prompt_n", num_prompt},
       {"prompt_ms", prompt_ms},
       {"prompt_per_second", 1e3 * static_cast<double>(num_prompt) / prompt_ms},
-      {"predicted_n", sink.num_tokens},
+      {"predicted_n", num_tokens},
       {"predicted_ms", predicted_ms},
       {"predicted_per_second",
-       predicted_ms > 0 ? 1e3 * static_cast<double>(sink.num_tokens - 1) / predicted_ms : 0.0},
+       predicted_ms > 0 ? 1e3 * static_cast<double>(num_later) / predicted_ms : 0.0},
       {"first_token_ms", ms_between(start, first)}};
-  // The newest token is never stored: nothing follows it.
-  const int64_t stored = num_prompt + std::max<int64_t>(0, sink.num_tokens - 1);
-  const auto stats = stats_json(pool, settings, stored);
+  // The newest token of an answer is never stored: nothing follows it. The prompt is stored once.
+  const auto stats = stats_json(pool, settings, num_prompt + num_later);
   if (o.json) {
     const auto all = static_cast<int64_t>(prompt.size());
     const ordered_json usage{{"prompt_tokens", all},
-                             {"completion_tokens", sink.num_tokens},
-                             {"total_tokens", all + sink.num_tokens}};
-    std::cout << sink.json({{"usage", usage}, {"timings", timings}, {"stats", stats}}) << std::endl;
+                             {"completion_tokens", num_tokens},
+                             {"total_tokens", all + num_tokens}};
+    std::cout << json(answers, prompt, {{"usage", usage}, {"timings", timings}, {"stats", stats}})
+              << std::endl;
     if (!std::cout) throw std::runtime_error("standard output: cannot be written");
   }
   if (o.go_on) {
-    conversation.add("assistant", sink.text);
+    conversation.add("assistant", answers[0]->text);
     conversation.keep(conversation_path());
   }
   if (o.stats) std::fprintf(stderr, "%s\n", stats_text(stats, timings).c_str());
@@ -345,6 +403,9 @@ void add_run(CLI::App& app, std::function<int()>& command) {
   add_option(*sub, "-n,--predict,--max-tokens", o->max_new_tokens,
              "most tokens to generate (-1: until the model ends or the context is full)")
       ->check(CLI::Range(int64_t{-1}, int64_t{1} << 40));
+  add_option(*sub, "--n,--num-answers", o->num_answers,
+             "answers to the prompt, which is computed once; each draws with a seed of its own")
+      ->check(CLI::Range(1, 64));
   add_option(*sub, "-c,--ctx-size,--max-model-len", o->model.context,
              "context in tokens (default: the model's)")
       ->default_str("");

@@ -18,6 +18,7 @@ struct Engine::Running {
   std::vector<int32_t> tokens;  // prompt, then generated
   int64_t num_generated = 0;
   bool done = false;
+  RequestId branch_of = 0;  // not 0: waits until that request has computed the prompt
 
   int64_t num_computed() const { return table.length(); }
   int64_t num_prompt() const { return static_cast<int64_t>(request.prompt.size()); }
@@ -80,6 +81,32 @@ EngineStats Engine::stats() const noexcept { return stats_; }
 size_t Engine::num_requests() const noexcept { return requests_.size(); }
 
 RequestId Engine::submit(GenerationRequest request, RequestSink& sink) {
+  requests_.push_back(make_request(std::move(request), sink));
+  return requests_.back().id;
+}
+
+std::vector<RequestId> Engine::submit(GenerationRequest request,
+                                      std::span<RequestSink* const> sinks) {
+  if (sinks.empty()) throw std::invalid_argument("a request needs at least one sink");
+  GenerationRequest branch = request;
+  branch.held = nullptr;
+  branch.prompt_logprobs = false;
+  std::list<Running> all;
+  std::vector<RequestId> ids;
+  for (RequestSink* sink : sinks.subspan(1)) {  // first what has nothing to lose when it is refused
+    ++branch.sampler.seed;
+    all.push_back(make_request(branch, *sink));
+  }
+  all.push_front(make_request(std::move(request), *sinks[0]));
+  for (Running& r : all) {
+    if (&r != &all.front()) r.branch_of = all.front().id;
+    ids.push_back(r.id);
+  }
+  requests_.splice(requests_.end(), all);
+  return ids;
+}
+
+Engine::Running Engine::make_request(GenerationRequest request, RequestSink& sink) {
   const auto n = static_cast<int64_t>(request.prompt.size());
   if (n == 0) throw std::invalid_argument("the prompt has no tokens");
   for (int32_t t : request.prompt)
@@ -100,9 +127,28 @@ RequestId Engine::submit(GenerationRequest request, RequestSink& sink) {
   for (int32_t t : request.prompt) sampler->accept(t);
   auto tokens = request.prompt;
   BlockTable table = take_held(request);
-  requests_.push_back({next_id_, std::move(request), &sink, std::move(table), std::move(sampler),
-                       std::move(text), std::move(tokens)});
-  return next_id_++;
+  return {next_id_++,      std::move(request), &sink, std::move(table), std::move(sampler),
+          std::move(text), std::move(tokens)};
+}
+
+// The prompt is there: its branches hold its pages, but for the last token, which each computes for its own logits.
+void Engine::branch_from(const Running& r) {
+  for (Running& branch : requests_)
+    if (branch.branch_of == r.id) {
+      branch.branch_of = 0;
+      branch.table = r.table.fork();
+      branch.table.trim_to(r.num_prompt() - 1);
+    }
+}
+
+// The prompt will not come: the first of the branches computes it for the others.
+void Engine::release_branches(const Running& r) {
+  RequestId next = 0;
+  for (Running& branch : requests_)
+    if (branch.branch_of == r.id) {
+      branch.branch_of = next;
+      if (next == 0) next = branch.id;
+    }
 }
 
 // The table to start with: what is held of the beginning of the prompt. The last token is always computed, for its logits.
@@ -152,7 +198,7 @@ std::vector<Engine::Work> Engine::schedule() {
   int running = 0;
   for (const bool prefill : {false, true}) {
     for (auto& r : requests_) {
-      if (r.prefilling() != prefill || budget == 0) continue;
+      if (r.prefilling() != prefill || r.branch_of != 0 || budget == 0) continue;
       const bool started = r.num_computed() > 0;
       if (!started && running >= options_.max_seqs) continue;
       const int64_t n =
@@ -202,6 +248,7 @@ void Engine::take_outputs(const Work& work, std::span<const float> logits) {
   const int64_t end = work.first + work.num_tokens;
   if (work.first < r.num_prompt()) {
     stats_.prompt_tokens += std::min(end, r.num_prompt()) - work.first;
+    if (end >= r.num_prompt()) branch_from(r);
     r.sink->on_prompt(std::min(end, r.num_prompt()), r.num_prompt());
   }
   try {
@@ -241,6 +288,7 @@ void Engine::take_token(Running& r, std::span<const float> logits) {
 
 void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
   r.done = true;
+  release_branches(r);
   give_held(r);
   if (!r.request.held) r.table.trim_to(0);
   r.sink->on_finish(reason, r.text.finish(), error);
@@ -248,9 +296,11 @@ void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
 
 // Nobody could be given pages and nobody will give any back: the newest that holds some, or else the newest, must go.
 void Engine::fail_newest_blocked() {
-  Running* victim = &requests_.back();
+  Running* victim = nullptr;
   for (auto& r : requests_)
-    if (r.num_computed() > 0) victim = &r;
+    if (r.branch_of == 0 &&
+        (victim == nullptr || r.num_computed() > 0 || victim->num_computed() == 0))
+      victim = &r;
   const std::string text = victim->table.refusal_text();
   victim->request.held = nullptr;  // its pages must go
   finish(*victim, FinishReason::kError,

@@ -45,6 +45,11 @@ class Engine {
   // naming the value and the limit.
   RequestId submit(GenerationRequest request, RequestSink& sink);
 
+  // One answer a sink to one prompt, whose pages they share: it is computed once, then each answer branches. Answer i
+  // draws with seed + i; the first alone has what was held and reports the prompt's log-probabilities. Throws as
+  // submit(), and std::invalid_argument for no sink; then nothing is queued.
+  std::vector<RequestId> submit(GenerationRequest request, std::span<RequestSink* const> sinks);
+
   // Ends a request: its pages are free (or held) when this returns, and its sink hears kCancelled. Unknown or finished
   // ids are ignored.
   void cancel(RequestId id);
@@ -60,6 +65,9 @@ class Engine {
   struct Running;
   struct Work;
 
+  Running make_request(GenerationRequest request, RequestSink& sink);
+  void branch_from(const Running& request);
+  void release_branches(const Running& request);
   BlockTable take_held(const GenerationRequest& request);
   void give_held(Running& request);
   std::vector<Work> schedule();

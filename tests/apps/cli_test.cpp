@@ -305,6 +305,35 @@ TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
   EXPECT_EQ(rows[3]["n_depth"], 64);
 }
 
+TEST_F(Cli, SeveralAnswersShareThePromptAndDrawWithSeedsOfTheirOwn) {
+  const std::string prompt(100, 'h');
+  const std::string call = "run -m toy: -n 20 --temperature 1.5 ";
+  const auto r = run(call + "--seed 5 --n 3 --json " + prompt);
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto j = nlohmann::json::parse(r.out);
+  ASSERT_EQ(j["choices"].size(), 3u);
+  EXPECT_FALSE(j.contains("text"));
+  EXPECT_EQ(j["prompt_tokens"].size(), 100u);
+  EXPECT_EQ(j["usage"]["completion_tokens"], 60);
+  EXPECT_LE(j["stats"]["pages_peak"], 6 + 3 * 2);  // 21 in pages of their own
+  std::string all;
+  for (int i = 0; i < 3; ++i) {
+    const auto alone = run(call + "--json --seed " + std::to_string(5 + i) + " " + prompt);
+    const auto choice = j["choices"][i];
+    EXPECT_EQ(choice["index"], i);
+    EXPECT_EQ(choice["text"], nlohmann::json::parse(alone.out)["text"]) << i;
+    EXPECT_EQ(choice["tokens"], nlohmann::json::parse(alone.out)["tokens"]) << i;
+    if (i > 0) all.append("\n");
+    all.append("answer ").append(std::to_string(i + 1)).append(" of 3:\n");
+    all.append(choice["text"].get<std::string>()).append("\n");
+  }
+  EXPECT_EQ(run(call + "--seed 5 --n 3 " + prompt).out, all);
+  EXPECT_EQ(run(call + "--n 0 " + prompt).code, 2);
+  const auto go_on = run(call + "--n 2 --continue " + prompt);
+  EXPECT_EQ(go_on.code, 2);
+  EXPECT_NE(go_on.err.find("--n 2"), std::string::npos) << go_on.err;
+}
+
 TEST_F(Cli, PerplexityIsOneTableOrOneJsonObject) {
   const auto text = file("text", std::string(300, 'a') + "\n");
   const std::string call = "perplexity -m toy: -t 1 -c 40 " + text;

@@ -280,6 +280,93 @@ TEST(Engine, HoldsWhatACancelledRequestHadComputed) {
   EXPECT_EQ(c.turn(prompt + r.text + "y", 5), 2);
 }
 
+TEST(Engine, AnswersToOnePromptShareItsPagesAndAreWhatTheyAreAlone) {
+  const std::string prompt(330, 'x');
+  const auto request = [&](const Fixture& f) {
+    GenerationRequest r = f.request(prompt, 40);
+    r.sampler.temperature = 1.5f;
+    r.sampler.seed = 7;
+    return r;
+  };
+  for (const int chunk : {0, 50}) {
+    EngineOptions options;
+    options.prefill_chunk = chunk;
+    Fixture f({}, options);
+    Recorder answers[4];
+    RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2], &answers[3]};
+    const auto ids = f.engine.submit(request(f), sinks);
+    EXPECT_EQ(ids.size(), 4u);
+    f.run_all();
+    const auto num_prompt = static_cast<int64_t>(f.request(prompt, 1).prompt.size());
+    EXPECT_EQ(f.engine.stats().prompt_tokens, num_prompt + 3);
+    const int64_t shared = (num_prompt - 1) / f.pool.page_size();
+    EXPECT_LE(f.pool.stats().pages_peak, f.pool.num_groups() * (shared + 4 * 5));
+    EXPECT_EQ(f.pool.stats().pages_held, 0);
+    for (int i = 0; i < 4; ++i) {
+      Fixture other;
+      GenerationRequest r = request(other);
+      r.sampler.seed += static_cast<uint64_t>(i);
+      r.prompt_logprobs = i == 0;
+      Recorder want;
+      other.engine.submit(r, want);
+      other.run_all();
+      EXPECT_TRUE(answers[i] == want) << i;
+      EXPECT_EQ(want.tokens.size(), 40u);
+    }
+    EXPECT_NE(answers[0].tokens, answers[1].tokens);
+  }
+}
+
+TEST(Engine, AnotherAnswerComputesThePromptWhenTheFirstIsCancelled) {
+  EngineOptions options;
+  options.prefill_chunk = 20;
+  Fixture f({}, options);
+  Recorder answers[3];
+  RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2]};
+  const auto ids = f.engine.submit(f.request(std::string(100, 'y'), 10), sinks);
+  ASSERT_TRUE(f.engine.step());
+  f.engine.cancel(ids[0]);
+  f.run_all();
+  EXPECT_EQ(answers[0].reason, FinishReason::kCancelled);
+  const Recorder want = alone(std::string(100, 'y'), 10);
+  for (int i : {1, 2}) EXPECT_EQ(answers[i].tokens, want.tokens);
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+}
+
+TEST(Engine, AnswersThatCannotRunAreRefusedTogether) {
+  EngineOptions options;
+  options.context = 50;
+  Fixture f({}, options);
+  Recorder a, b;
+  RequestSink* sinks[] = {&a, &b};
+  EXPECT_THROW(f.engine.submit(f.request(std::string(60, 'y'), 1), sinks), CapacityError);
+  EXPECT_THROW(f.engine.submit(f.request("y", 1), std::span<RequestSink* const>()),
+               std::invalid_argument);
+  EXPECT_EQ(f.engine.num_requests(), 0u);
+}
+
+TEST(Engine, AnswersThatOutgrowAFixedPoolFailOneByOne) {
+  KvSettings kv;
+  kv.dynamic = false;
+  kv.num_pages = 12;  // one whole answer takes 10, three together 18
+  Fixture f(kv);
+  Recorder answers[3];
+  RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2]};
+  f.engine.submit(f.request(std::string(96, 'y'), 60), sinks);
+  f.run_all();
+  int whole = 0;
+  for (const Recorder& r : answers) {
+    EXPECT_TRUE(r.finished);
+    if (r.reason == FinishReason::kLength)
+      ++whole;
+    else
+      EXPECT_THROW(std::rethrow_exception(r.error), CapacityError);
+  }
+  EXPECT_GE(whole, 1);
+  EXPECT_LT(whole, 3);
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+}
+
 TEST(Engine, PromptProbabilitiesNeedEveryToken) {
   Conversation c;
   c.turn("hello world", 5);
