@@ -79,7 +79,7 @@ def why_the_python_module_may_not(root, file, name):
     own = find(root, root / file, name)
     if own is not None:
         return None if own.parts[0] in ("include", "python") else f"the Python module includes {name}, which is not public"
-    if STANDARD.fullmatch(name) or SYSTEM.fullmatch(name) or name.startswith("nanobind/"):
+    if STANDARD.fullmatch(name) or SYSTEM.fullmatch(name) or name.startswith("nanobind/") or name in ("Python.h", "cxxabi.h"):
         return None
     return f"the Python module includes {name}; only pagedkv/, nanobind/ and standard headers are allowed"
 

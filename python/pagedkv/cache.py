@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pagedkv import _pagedkv
+from pagedkv._arguments import optional_text, optional_whole, whole
 from pagedkv.pages import PageView
 
 
@@ -60,15 +61,15 @@ class PagedKVCache:
         num_layers: int = 1,
     ) -> None:
         self._native = _pagedkv.PagedKVCache(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            dtype=dtype,
-            quant=quant,
-            dynamic=dynamic,
-            context_window=context_window,
-            sliding_window=sliding_window,
-            max_bytes=max_bytes,
-            num_layers=num_layers,
+            block_size=optional_whole("block_size", block_size, 1, 256),
+            num_blocks=optional_whole("num_blocks", num_blocks, 1, 2**31 - 1),
+            dtype=optional_text("dtype", dtype),
+            quant=optional_text("quant", quant),
+            dynamic=dynamic if dynamic is None else bool(dynamic),
+            context_window=optional_whole("context_window", context_window, 0, 2**62),
+            sliding_window=optional_whole("sliding_window", sliding_window, 0, 2**31 - 1),
+            max_bytes=optional_whole("max_bytes", max_bytes, 0, 2**62),
+            num_layers=whole("num_layers", num_layers, 1, 65536),
             environment=True,
         )
 
@@ -137,20 +138,36 @@ class PagedKVCache:
         quant: str | None = None,
         dynamic: bool | None = None,
     ) -> PagedKVCache:
-        """An independent cache that holds the same tokens, in pages of the geometry and format named (16, 1024, off
-        and on where None). The bytes are copied where the format stays, else read and stored anew."""
+        """An independent cache that holds the same tokens and has the same settings, but for those given. The bytes
+        are copied where the format stays, else read and stored anew. copy.copy and copy.deepcopy do the same."""
         cache = PagedKVCache.__new__(PagedKVCache)
         cache._native = _pagedkv.PagedKVCache.from_cache(
             self._native, block_size=block_size, num_blocks=num_blocks, quant=quant, dynamic=dynamic
         )
         return cache
 
+    def __copy__(self) -> PagedKVCache:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        return self.copy()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a PagedKVCache cannot be pickled: keep state() and meta_state instead")
+
+    def __repr__(self) -> str:
+        return (
+            f"<PagedKVCache of {self.offset} tokens, room for {self.capacity}, "
+            f"{self.num_layers} layers, quant {self.quant}>"
+        )
+
     def trim(self, num_tokens: int) -> int:
-        """Forgets the last num_tokens tokens of every layer; returns how many it forgot."""
+        """Forgets the last num_tokens tokens of every layer; returns how many it forgot. What one layer has beyond
+        the others goes too: trim(0) undoes a step that not every layer finished."""
         return self._native.trim(num_tokens)
 
     def reset(self) -> None:
-        """Forgets everything and gives the memory back."""
+        """Forgets everything and gives the memory back, as soon as no view of its pages lives."""
         self._native.reset()
 
     def grow_to_capacity(self, num_tokens: int) -> None:
@@ -168,10 +185,12 @@ class PagedKVCache:
         """What the next num_queries tokens may see: None, "causal" or a bool array [num_queries, offset + num_queries]."""
         return self._native.make_mask(num_queries, return_array, window_size)
 
-    def pages(self, layer: int = 0) -> LayerPages | None:
-        """The layer's pages as they lie in memory; None before the first write."""
+    def pages(self, layer: int = 0) -> LayerPages:
+        """The layer's pages as they lie in memory. ValueError before the first write, which makes them."""
         native = self._native.pages(layer)
-        return None if native[0] is None else layer_pages(native)
+        if native[0] is None:
+            raise ValueError("nothing has been written yet: there are no pages")
+        return layer_pages(native)
 
     def block_table(self) -> Any:
         """The pages of the sequence, int32: entry i holds tokens [i * block_size, (i + 1) * block_size)."""

@@ -12,10 +12,12 @@ so threads may share one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+
+from pagedkv._pagedkv import CapacityError as _CapacityError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,7 +82,7 @@ class EnvironmentFailure(LLMError):
     """Exit status 5: the machine lacks something that was asked for."""
 
 
-class CapacityError(LLMError):
+class CapacityError(LLMError, _CapacityError):
     """Exit status 6: prompt and answer do not fit the context, the pages or the memory."""
 
 
@@ -385,24 +389,44 @@ class LLM:
         environment = dict(os.environ)
         if state is not None:
             environment["XDG_STATE_HOME"] = state
-        try:
-            # Of a prompt on standard input the program drops one newline at the end.
-            done = subprocess.run(
-                words,
-                input=(prompt + "\n").encode(),
-                capture_output=True,
-                timeout=timeout,
-                env=environment,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            text = (late.stderr or b"").decode(errors="replace")
-            message = f"no answer within {timeout:g} seconds"
-            raise GenerationTimeout(message, None, text) from None
-        log = done.stderr.decode(errors="replace")
-        if done.returncode != 0:
-            raise _error(done.returncode, log)
-        return _completion(done.stdout, log)
+        # Of a prompt on standard input the program drops one newline at the end.
+        code, stdout, log = _call(words, (prompt + "\n").encode(), timeout, environment)
+        if code != 0:
+            raise _error(code, log)
+        return _completion(stdout, log)
+
+
+def _call(
+    words: list[str], text: bytes, timeout: float | None, environment: Mapping[str, str]
+) -> tuple[int, bytes, str]:
+    """Exit status, standard output and error of a program that gets `text` on standard input. With what it started
+    it is gone when this returns or raises."""
+    try:
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailure(f"{words[0]}: cannot be run: {error}") from error
+    try:
+        stdout, stderr = child.communicate(text, timeout)
+    except subprocess.TimeoutExpired as late:
+        log = (late.stderr or b"").decode(errors="replace")
+        raise GenerationTimeout(f"no answer within {timeout:g} seconds", None, log) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+    return child.returncode, stdout, stderr.decode(errors="replace")
 
 
 def _is_program(path: Path) -> bool:
@@ -450,8 +474,8 @@ def _words(name: str, kind: str, value: Any) -> list[str]:
     if kind == "float" and number:
         return [repr(float(value))]
     if kind == "seconds" and number:
-        if not value > 0:
-            raise ValueError(f"{name} {value}: must be positive")
+        if not 0 < value <= 1e9:
+            raise ValueError(f"{name} {value}: must be more than 0 and at most 1e9")
         return []
     if kind == "bool" and isinstance(value, bool):
         return [_yes(value)]
@@ -540,7 +564,7 @@ def _completion(stdout: bytes, log: str) -> Completion:
             stats=_record(CacheStats, answer["stats"]),
             log=log,
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         start = stdout[:200].decode(errors="replace")
         message = f"pagedkv's answer cannot be read ({error!r}); it begins with {start!r}"
         raise LLMError(message, None, log) from error

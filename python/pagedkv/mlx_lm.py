@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -86,9 +87,13 @@ def load_prompt_cache(
         for name in classes:
             if not isinstance(getattr(stock, name, None), type):
                 raise ValueError(f"{path}: the installed mlx-lm has no cache entry {name}")
-        cache: list[Any] = stock.load_prompt_cache(path)
+        load = partial(stock.load_prompt_cache, path)
     else:
-        cache = [_other_version(path, i, name, arrays) for i, name in enumerate(classes)]
+        load = partial(_all_of_other_version, path, classes, arrays)
+    try:
+        cache: list[Any] = load()
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is no prompt cache that can be read: {error!r}") from error
     install(cache, **settings)
     return (cache, metadata) if return_metadata else cache
 
@@ -192,6 +197,10 @@ def _other_version(path: str, i: int, name: str, arrays: dict[str, Any]) -> Any:
     return _stock_entry(keys[..., :offset, :], values[..., :offset, :])
 
 
+def _all_of_other_version(path: str, classes: list[str], arrays: dict[str, Any]) -> list[Any]:
+    return [_other_version(path, i, name, arrays) for i, name in enumerate(classes)]
+
+
 def _stock_entry(keys: Any, values: Any) -> Any:
     entry = stock.KVCache()
     entry.keys, entry.values, entry.offset = keys, values, keys.shape[2]
@@ -224,10 +233,16 @@ class _Slot(threading.local):
     keys: Any = None
     values: Any = None
     attended = True
+    state: tuple[int, int] = (0, 0)  # of the entry then: its writes and tokens
 
     def put(self, entry: Any, keys: Any, values: Any) -> tuple[Any, Any]:
         self.entry, self.keys, self.values, self.attended = entry, keys, values, False
+        self.state = entry.update_calls, entry.offset
         return keys, values
+
+    def is_current(self) -> bool:
+        """Whether the entry still holds what that write left."""
+        return self.state == (self.entry.update_calls, self.entry.offset)
 
     def clear(self) -> bool:
         """Whether there was a write that no attention followed."""
@@ -276,7 +291,7 @@ class _Route:
         values [1, num_kv_heads, seq_len, head_dim]. A mask of None means all tokens."""
         slot = self.slot
         ours = slot.entry is not None and keys is slot.keys and values is slot.values
-        ours = ours and cache is slot.entry
+        ours = ours and cache is slot.entry and slot.is_current()
         if not self.fetch and not ours:
             if _is_paged(cache) or (slot.entry is not None and keys is slot.keys):
                 raise RuntimeError(_NEEDS_FETCH)

@@ -38,6 +38,14 @@ class PageView:
     def nbytes(self) -> int:
         return self._array.nbytes
 
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def view(self, dtype: Any) -> np.ndarray[Any, Any]:
+        """As numpy's: the same bytes as another dtype of that size."""
+        return self._array.view(dtype)
+
     def numpy(self) -> np.ndarray[Any, Any]:
         """The pages as a numpy array, bfloat16 as ml_dtypes'."""
         return self._array
@@ -57,4 +65,4 @@ class PageView:
         return device
 
     def __repr__(self) -> str:
-        return f"PageView(shape={list(self.shape)}, dtype={self.dtype})"
+        return f"PageView(shape={self.shape}, dtype={self.dtype})"

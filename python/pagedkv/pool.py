@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedkv import _pagedkv
+from pagedkv._arguments import whole
 from pagedkv._pagedkv import Batch, BlockTable, LayerSpec
 from pagedkv.cache import LayerPages, layer_pages
 
@@ -38,17 +39,23 @@ class PagePool(_pagedkv.PagePool):
         headroom_bytes: int = 256 << 20,
         max_pages: int = 0,
     ) -> None:
+        if isinstance(layers, LayerSpec):
+            layers = [layers]
         if bool(layers) == bool(groups):
             raise ValueError("a pool needs either layers or groups of layers")
         super().__init__(
             [(window, list(specs)) for window, specs in (groups or [(0, layers)])],
-            page_size=page_size,
-            num_pages=num_pages,
-            dynamic=dynamic,
-            max_bytes=max_bytes,
-            headroom_bytes=headroom_bytes,
-            max_pages=max_pages,
+            page_size=whole("page_size", page_size, 1, 256),
+            num_pages=whole("num_pages", num_pages, 1, 2**31 - 1),
+            dynamic=bool(dynamic),
+            max_bytes=whole("max_bytes", max_bytes, 0, 2**62),
+            headroom_bytes=whole("headroom_bytes", headroom_bytes, 0, 2**62),
+            max_pages=whole("max_pages", max_pages, 0, 2**31 - 1),
         )
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"<PagePool of {stats['pages_capacity']} pages, {stats['pages_held']} held>"
 
     def pages(self, layer: int = 0) -> LayerPages:
         """The layer's pages as they lie in memory."""

@@ -7,8 +7,20 @@
 namespace pagedkv::python {
 namespace {
 
+// str(object), which may fail; for messages.
 std::string text_of(nb::handle object) {
-  return nb::steal<nb::str>(PyObject_Str(object.ptr())).c_str();
+  const nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  const char* utf8 = text.is_valid() ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+  if (utf8 != nullptr) return utf8;
+  PyErr_Clear();
+  return "?";
+}
+
+std::string text_of_shape(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i)
+    text.append(i == 0 ? "" : ", ").append(std::to_string(shape[i]));
+  return text + "]";
 }
 
 std::string type_text(nb::handle object) { return text_of(object.type()); }
@@ -41,6 +53,14 @@ void check_device(nb::handle array, const char* name) {
 }
 
 [[noreturn]] void refuse_dtype(nb::handle array, const char* name) {
+  const std::string dtype = dtype_text(array);
+  for (const char* known : {"float32", "float16", "bfloat16"})
+    if (dtype.ends_with(known))
+      throw nb::type_error(
+          (std::string(name) + ": the " + dtype +
+           " array cannot be read: inside a graph that is being compiled, or of an "
+           "array that asks for gradients, there are no values to be had")
+              .c_str());
   throw nb::type_error((std::string(name) + ": dtype " + dtype_text(array) +
                         ": must be float32, float16 or bfloat16")
                            .c_str());
@@ -84,7 +104,8 @@ nb::dlpack::dtype page_dtype(PageFormat format) {
 
 FloatArray::FloatArray(nb::handle array, const char* name) : name_(name) {
   const bool bits = is_numpy_bfloat16(array);
-  const nb::object plain = bits ? nb::object(array.attr("view")("uint16")) : nb::borrow(array);
+  nb::object plain = bits ? nb::object(array.attr("view")("uint16")) : nb::borrow(array);
+  if (nb::hasattr(plain, "resolve_neg")) plain = plain.attr("resolve_neg")();  // torch's lazy minus
   check_device(plain, name);
   read(plain, bits);
   make_rows_contiguous();
@@ -122,19 +143,24 @@ int64_t FloatArray::size() const noexcept {
 }
 
 void FloatArray::make_rows_contiguous() {
-  if (shape_.empty() || size() == 0 || (strides_.back() == 1 && [&] {
-        for (const int64_t stride : strides_)
-          if (stride < 0) return false;
-        return true;
-      }()))
-    return;
+  // The library reads rows that lie apart; what overlaps (np.broadcast_to) or runs backwards is copied.
+  bool apart = !shape_.empty() && (strides_.back() == 1 || shape_.back() <= 1);
+  for (size_t axis = 0; axis + 1 < shape_.size(); ++axis)
+    apart = apart && (shape_[axis] <= 1 || strides_[axis] >= shape_.back());
+  if (shape_.empty() || size() == 0 || apart) return;
   const auto width = static_cast<size_t>(dtype_bytes(dtype_));
   copy_.resize(static_cast<size_t>(size()) * width);
   std::vector<int64_t> index(shape_.size(), 0);
-  for (int64_t i = 0, offset = 0; i < size(); ++i) {
-    std::memcpy(copy_.data() + static_cast<size_t>(i) * width,
-                data_ + offset * static_cast<int64_t>(width), width);
-    for (size_t axis = shape_.size(); axis-- > 0;) {
+  const int64_t dim = shape_.back(), step = strides_.back() * static_cast<int64_t>(width);
+  for (int64_t row = 0, offset = 0; row < size(); row += dim) {
+    std::byte* to = copy_.data() + static_cast<size_t>(row) * width;
+    const std::byte* from = data_ + offset * static_cast<int64_t>(width);
+    if (strides_.back() == 1)
+      std::memcpy(to, from, static_cast<size_t>(dim) * width);
+    else
+      for (int64_t i = 0; i < dim; ++i)
+        std::memcpy(to + static_cast<size_t>(i) * width, from + i * step, width);
+    for (size_t axis = shape_.size() - 1; axis-- > 0;) {
       offset += strides_[axis];
       if (++index[axis] < shape_[axis]) break;
       offset -= strides_[axis] * shape_[axis];
@@ -148,12 +174,7 @@ void FloatArray::make_rows_contiguous() {
   }
 }
 
-std::string FloatArray::shape_text() const {
-  std::string text = "[";
-  for (size_t i = 0; i < shape_.size(); ++i)
-    text.append(i == 0 ? "" : ", ").append(std::to_string(shape_[i]));
-  return text + "]";
-}
+std::string FloatArray::shape_text() const { return text_of_shape(shape_); }
 
 namespace {
 
@@ -206,6 +227,31 @@ std::vector<float> FloatArray::floats() const {
   return out;
 }
 
+namespace {
+
+// rows 0: [columns].
+void check_shape(const std::vector<int64_t>& shape, int64_t rows, int64_t columns,
+                 const char* name) {
+  std::vector<int64_t> want{columns};
+  if (rows != 0) want.insert(want.begin(), rows);
+  const size_t extra = shape.size() > want.size() && rows != 0 ? shape.size() - want.size() : 0;
+  if (shape.size() - extra == want.size() &&
+      std::all_of(shape.begin(), shape.begin() + static_cast<std::ptrdiff_t>(extra),
+                  [](int64_t n) { return n == 1; }) &&
+      std::equal(want.begin(), want.end(), shape.begin() + static_cast<std::ptrdiff_t>(extra)))
+    return;
+  throw nb::value_error(
+      (std::string(name) + " of shape " + text_of_shape(shape) + ": must be " + text_of_shape(want))
+          .c_str());
+}
+
+}  // namespace
+
+std::vector<float> FloatArray::floats(int64_t rows, int64_t columns) const {
+  check_shape(shape_, rows, columns, name_);
+  return floats();
+}
+
 std::vector<uint8_t> mask_bytes(nb::handle array, int64_t rows, int64_t columns, const char* name) {
   nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig> mask;
   if (!nb::try_cast(array, mask, true))
@@ -216,11 +262,9 @@ std::vector<uint8_t> mask_bytes(nb::handle array, int64_t rows, int64_t columns,
       (code != nb::dlpack::dtype_code::Bool && code != nb::dlpack::dtype_code::UInt))
     throw nb::type_error(
         (std::string(name) + ": dtype " + dtype_text(array) + ": must be bool").c_str());
-  if (static_cast<int64_t>(mask.size()) != rows * columns)
-    throw nb::value_error((std::string(name) + " has " + std::to_string(mask.size()) +
-                           " elements: must be " + std::to_string(rows) + " queries x " +
-                           std::to_string(columns) + " tokens")
-                              .c_str());
+  std::vector<int64_t> shape;
+  for (size_t i = 0; i < mask.ndim(); ++i) shape.push_back(static_cast<int64_t>(mask.shape(i)));
+  check_shape(shape, rows, columns, name);
   const auto* data = static_cast<const uint8_t*>(mask.data());
   return {data, data + mask.size()};
 }

@@ -36,6 +36,8 @@ class FloatArray {
   TensorView tokens_first() const;
   // All elements, contiguous, as floats.
   std::vector<float> floats() const;
+  // The same of [rows, columns], or where rows is 0 of [columns]; nb::value_error for other shapes.
+  std::vector<float> floats(int64_t rows, int64_t columns) const;
 
  private:
   void read(nb::handle array, bool bfloat16_bits);
@@ -49,7 +51,7 @@ class FloatArray {
   std::vector<std::byte> copy_;           // where the last axis was not contiguous
 };
 
-// A mask: bool or uint8 of exactly this many elements, contiguous after a copy where needed.
+// A mask, bool or uint8 [rows, columns] (axes of one element may stand before them), as bytes.
 std::vector<uint8_t> mask_bytes(nb::handle array, int64_t rows, int64_t columns, const char* name);
 
 // numpy arrays that own their elements; bfloat16 as ml_dtypes' dtype.

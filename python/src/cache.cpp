@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "threads.h"
 
 namespace pagedkv::python {
@@ -45,15 +46,17 @@ class Cache {
         }()) {}
 
   explicit Cache(PagedKVCacheOptions options)
-      : executor_(shared_executor()), cache_([&] {
+      : executor_(shared_executor()),
+        options_([&] {
           options.executor = executor_.get();
           return std::move(options);
-        }()) {}
+        }()),
+        cache_(options_) {}
 
   // The call, without the GIL, one at a time.
   template <class F>
   auto locked(F&& f) {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(mutex_);
     return f(cache_);
   }
@@ -78,8 +81,13 @@ class Cache {
     o.logit_softcap = logit_softcap;
     std::vector<float> sink_values, bias_values;
     std::vector<uint8_t> mask_values;
-    if (!sinks.is_none()) o.sinks = sink_values = FloatArray(sinks, "sinks").floats();
-    if (!bias.is_none()) o.bias = bias_values = FloatArray(bias, "bias").floats();
+    if (sliding_window < 0)
+      throw std::invalid_argument("sliding_window " + std::to_string(sliding_window) +
+                                  ": must be at least 0 (0: none)");
+    if (!sinks.is_none())
+      o.sinks = sink_values = FloatArray(sinks, "sinks").floats(0, view.num_heads);
+    if (!bias.is_none())
+      o.bias = bias_values = FloatArray(bias, "bias").floats(view.num_tokens, held);
     if (!mask.is_none()) o.mask = mask_values = mask_bytes(mask, view.num_tokens, held, "mask");
     const auto heads = static_cast<size_t>(view.num_heads);
     const auto tokens = static_cast<size_t>(view.num_tokens);
@@ -118,18 +126,22 @@ class Cache {
     locked([&](PagedKVCache& c) { c.set_state(views); });
   }
 
+  // The same tokens in the source's geometry and format, but for what is given.
   static std::unique_ptr<Cache> from_cache(Cache& source, std::optional<int> block_size,
                                            std::optional<int32_t> num_blocks,
                                            std::optional<std::string> quant,
                                            std::optional<bool> dynamic) {
-    auto copy = std::make_unique<Cache>(PagedKVCacheOptions());
-    PagedKVCacheOptions o;
-    o.block_size = block_size;
-    o.num_blocks = num_blocks;
+    PagedKVCacheOptions o = source.options_;
+    const auto [size, capacity] =
+        source.locked([](PagedKVCache& c) { return std::pair(c.block_size(), c.capacity()); });
+    o.block_size = block_size.value_or(size);
+    o.num_blocks =
+        num_blocks.value_or(static_cast<int32_t>((capacity + *o.block_size - 1) / *o.block_size));
     if (quant) o.quant = PagedKVQuantConfig(*quant);
-    o.dynamic = dynamic;
-    o.executor = copy->executor_.get();
-    source.locked([&](PagedKVCache& c) { copy->cache_ = PagedKVCache::from_cache(c, o); });
+    if (dynamic) o.dynamic = dynamic;
+    auto copy = std::make_unique<Cache>(std::move(o));
+    source.locked(
+        [&](PagedKVCache& c) { copy->cache_ = PagedKVCache::from_cache(c, copy->options_); });
     return copy;
   }
 
@@ -160,6 +172,7 @@ class Cache {
 
  private:
   std::shared_ptr<Executor> executor_;
+  const PagedKVCacheOptions options_;
   PagedKVCache cache_;
   std::mutex mutex_;
   Exports exports_;

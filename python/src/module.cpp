@@ -19,6 +19,7 @@ namespace nb = nanobind;
 using namespace pagedkv;
 
 NB_MODULE(_pagedkv, m) {
+  nb::set_leak_warnings(false);  // a daemon thread keeps what it uses when the interpreter ends
   m.doc() = "The C++ library of pagedkv.";
   m.attr("VERSION") = PAGEDKV_VERSION_TEXT;
 

@@ -15,6 +15,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/kernels/attention.h"
@@ -29,8 +30,12 @@ LayerSpec layer_spec(int num_kv_heads, int head_dim, const std::string& format,
                      std::optional<int> value_head_dim,
                      const std::optional<std::string>& value_format) {
   const PageFormat keys = parse_page_format(format);
-  return {num_kv_heads, head_dim, value_head_dim.value_or(head_dim), keys,
-          value_format ? parse_page_format(*value_format) : keys};
+  const PageFormat values = value_format ? parse_page_format(*value_format) : keys;
+  if (num_kv_heads < 1 || num_kv_heads > 65536)
+    throw std::invalid_argument("num_kv_heads " + str(num_kv_heads) + ": must be in 1..65536");
+  check_head_dim(keys, head_dim);
+  check_head_dim(values, value_head_dim.value_or(head_dim));
+  return {num_kv_heads, head_dim, value_head_dim.value_or(head_dim), keys, values};
 }
 
 struct Pool {
@@ -65,7 +70,7 @@ class PoolHandle {
 
   template <class F>
   auto locked(F&& f) {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(pool->mutex);
     return f(pool->pages);
   }
@@ -154,7 +159,7 @@ class Table {
 
   template <class F>
   auto locked(F&& f) const {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(sequence->pool->mutex);
     return f(*sequence->table);
   }
@@ -238,9 +243,12 @@ class Batch {
     for (const Table* table : tables) {
       if (table->sequence->pool != pool_)
         throw std::invalid_argument("sequences of a batch must share one pool");
+      for (const auto& other : sequences_)
+        if (other == table->sequence)
+          throw std::invalid_argument("a sequence is in the batch twice");
       sequences_.push_back(table->sequence);
     }
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(pool_->mutex);
     query_start_.push_back(0);
     int64_t total = 0;
@@ -267,7 +275,7 @@ class Batch {
   void store(nb::handle keys, nb::handle values, int layer) {
     const FloatArray k(keys, "keys"), v(values, "values");
     const TensorView kv = k.tokens_first(), vv = v.tokens_first();
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(pool_->mutex);
     check(layer);
     const LayerPages pages = pool_->pages.layer_pages(layer);
@@ -277,7 +285,9 @@ class Batch {
     values_.resize(static_cast<size_t>(vv.num_tokens * vv.num_heads * vv.head_dim));
     to_floats(kv, keys_.data());
     to_floats(vv, values_.data());
-    const std::vector<int64_t> slots = new_slots(pool_->pages.group_of_layer(layer));
+    const int group = pool_->pages.group_of_layer(layer);
+    check_own(group);
+    const std::vector<int64_t> slots = new_slots(group);
     StoreArgs args;
     args.keys = keys_.data();
     args.values = values_.data();
@@ -297,15 +307,12 @@ class Batch {
     const TensorView view = q.tokens_first();
     std::vector<float> sink_values;
     if (!sinks.is_none()) {
-      sink_values = FloatArray(sinks, "sinks").floats();
-      if (static_cast<int64_t>(sink_values.size()) != view.num_heads)
-        throw std::invalid_argument("sinks have " + str(static_cast<int64_t>(sink_values.size())) +
-                                    " elements: must be " + str(view.num_heads));
+      sink_values = FloatArray(sinks, "sinks").floats(0, view.num_heads);
     }
     Tensor out;
     std::vector<float> lse;
     {
-      const nb::gil_scoped_release release;
+      const GilRelease release;
       const std::lock_guard lock(pool_->mutex);
       check(layer);
       const LayerPages pages = pool_->pages.layer_pages(layer);
@@ -355,7 +362,7 @@ class Batch {
   nb::tuple csr(int group) {
     CsrTables tables;
     {
-      const nb::gil_scoped_release release;
+      const GilRelease release;
       const std::lock_guard lock(pool_->mutex);
       check_unchanged();
       tables = csr_tables(tables_of(), group);
@@ -365,7 +372,7 @@ class Batch {
   nb::tuple dense(int group, int32_t padding) {
     DenseTables tables;
     {
-      const nb::gil_scoped_release release;
+      const GilRelease release;
       const std::lock_guard lock(pool_->mutex);
       check_unchanged();
       tables = dense_tables(tables_of(), group, padding);
@@ -375,7 +382,7 @@ class Batch {
   nb::object slot_mapping(int group) {
     std::vector<int64_t> slots;
     {
-      const nb::gil_scoped_release release;
+      const GilRelease release;
       const std::lock_guard lock(pool_->mutex);
       check_unchanged();
       if (group < 0 || group >= pool_->pages.num_groups())
@@ -386,6 +393,8 @@ class Batch {
     const size_t count = slots.size();
     return to_array(std::move(slots), {count});
   }
+  int64_t num_seqs() const { return static_cast<int64_t>(sequences_.size()); }
+  int64_t num_tokens() const { return query_start_.back(); }
   nb::object query_start() const {
     return to_array(std::vector<int32_t>(query_start_), {query_start_.size()});
   }
@@ -421,6 +430,21 @@ class Batch {
                                 str(rows.num_heads) + ", " + str(rows.head_dim) + "]: must be [" +
                                 str(query_start_.back()) + ", " + str(heads) + ", " + str(dim) +
                                 "]");
+  }
+  // That no other sequence holds the pages which are about to be written.
+  void check_own(int group) const {
+    for (size_t s = 0; s < sequences_.size(); ++s) {
+      const BlockTable& table = *sequences_[s]->table;
+      const int64_t first = table.length() - (query_start_[s + 1] - query_start_[s]);
+      const auto pages = table.pages(group);
+      for (int64_t i = first / table.page_size(); i < static_cast<int64_t>(pages.size()); ++i)
+        if (first < table.length() &&
+            pool_->pages.references(group, pages[static_cast<size_t>(i)]) > 1)
+          throw std::invalid_argument("sequence " + str(static_cast<int64_t>(s)) +
+                                      ": another holds the page of its tokens from " +
+                                      str(i * table.page_size()) +
+                                      " on; only tokens that were appended since can be stored");
+    }
   }
   // The slots of every sequence's newest tokens.
   std::vector<int64_t> new_slots(int group) const {
@@ -475,6 +499,24 @@ void bind_pool(nb::module_& m) {
           },
           "num_kv_heads"_a, "head_dim"_a, "format"_a = "f16", nb::kw_only(),
           "value_head_dim"_a.none() = nb::none(), "value_format"_a.none() = nb::none())
+      .def("__repr__",
+           [](const LayerSpec& s) {
+             std::string text = "LayerSpec(" + str(s.num_kv_heads) + ", " + str(s.key_head_dim) +
+                                ", \"" + std::string(page_format_name(s.key_format)) + "\"";
+             if (s.value_head_dim != s.key_head_dim)
+               text += ", value_head_dim=" + str(s.value_head_dim);
+             if (s.value_format != s.key_format)
+               text += ", value_format=\"" + std::string(page_format_name(s.value_format)) + "\"";
+             return text + ")";
+           })
+      .def(
+          "__eq__",
+          [](const LayerSpec& a, const LayerSpec& b) {
+            return a.num_kv_heads == b.num_kv_heads && a.key_head_dim == b.key_head_dim &&
+                   a.value_head_dim == b.value_head_dim && a.key_format == b.key_format &&
+                   a.value_format == b.value_format;
+          },
+          nb::is_operator(), nb::sig("def __eq__(self, other: object) -> bool"))
       .def_ro("num_kv_heads", &LayerSpec::num_kv_heads)
       .def_ro("key_head_dim", &LayerSpec::key_head_dim)
       .def_ro("value_head_dim", &LayerSpec::value_head_dim)
@@ -553,6 +595,13 @@ void bind_pool(nb::module_& m) {
   nb::class_<Table>(m, "BlockTable",
                     "Which pages hold a sequence's tokens. They go back when it is deleted.")
       .def(nb::init<const PoolHandle&, int64_t>(), "pool"_a, "context_window"_a = 0)
+      .def("__repr__",
+           [](Table& t) {
+             return t.locked([](BlockTable& b) {
+               return "<BlockTable of " + str(b.length()) + " tokens in " +
+                      str(static_cast<int64_t>(b.pages(0).size())) + " pages>";
+             });
+           })
       .def_prop_ro("length", &Table::length, "Tokens.")
       .def("__len__", &Table::length)
       .def_prop_ro(
@@ -563,7 +612,7 @@ void bind_pool(nb::module_& m) {
            "Makes room for num_tokens more and counts them as held; all or nothing.\n\n"
            "Raises CapacityError or PageMemoryError.")
       .def("try_append", &Table::try_append, "num_tokens"_a,
-           "The same, answering whether there was room.")
+           "append(), answering whether there was room.")
       .def("trim_to", &Table::trim_to, "length"_a,
            "Forgets the last tokens down to `length`; pages go back.")
       .def("share_prefix", &Table::share_prefix, "num_pages"_a,
@@ -606,16 +655,25 @@ void bind_pool(nb::module_& m) {
           "vLLM's block_table [1, pages] and seq_lens [1], int32.");
 
   nb::class_<Batch>(m, "Batch",
-                    "Sequences of one pool that take a step together; see pagedkv.Batch.")
+                    "Sequences of one pool that take a step together: tables, and how many of the "
+                    "newest tokens of each "
+                    "are new in this step (query_lens). Belongs to the step: once a table has "
+                    "changed it is refused.")
       .def(nb::init<const std::vector<Table*>&, const std::vector<int64_t>&>(), "tables"_a,
            "query_lens"_a)
+      .def("__repr__",
+           [](Batch& b) {
+             return "<Batch of " + str(b.num_seqs()) + " sequences, " + str(b.num_tokens()) +
+                    " new tokens>";
+           })
       .def("store", &Batch::store, "keys"_a.none(), "values"_a.none(), "layer"_a = 0,
            nb::sig("def store(self, keys: object, values: object, layer: int = 0) -> None"),
            "Writes keys and values [tokens, num_kv_heads, head_dim] of the newest tokens, sequence "
            "after sequence.\n\n"
            "float32, float16 or bfloat16. ValueError for other shapes, and for a row with an "
            "infinity or a NaN where "
-           "pages are quantised: then nothing is stored.")
+           "pages are quantised, or where another sequence holds a page that would be written: "
+           "then nothing is stored.")
       .def(
           "attend", &Batch::attend, "queries"_a.none(), nb::kw_only(), "layer"_a = 0,
           "scale"_a.none() = nb::none(), "causal"_a = true, "sliding_window"_a.none() = nb::none(),

@@ -6,6 +6,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "pagedkv/base/page_format.h"
 #include "pagedkv/core/kv_quant.h"
 
@@ -24,7 +25,7 @@ nb::tuple quantize(nb::handle x, int bits) {
   std::vector<std::byte> codes(rows * static_cast<size_t>(packed));
   std::vector<float> scales(rows);
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     quantize_symmetric(values, dim, bits, codes, scales);
   }
   std::vector<size_t> shape;
@@ -40,7 +41,10 @@ nb::object dequantize(nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig> codes,
                       nb::ndarray<const float, nb::ro, nb::device::cpu, nb::c_contig> scales,
                       int bits, int head_dim) {
   const auto packed = static_cast<size_t>(packed_dim(head_dim, bits));
-  if (codes.dtype().bits != 8) throw nb::type_error("codes: must be int8 (bits 8) or uint8");
+  const auto code = static_cast<nb::dlpack::dtype_code>(codes.dtype().code);
+  if (codes.dtype().bits != 8 ||
+      code != (bits == 8 ? nb::dlpack::dtype_code::Int : nb::dlpack::dtype_code::UInt))
+    throw nb::type_error(bits == 8 ? "codes: must be int8" : "codes: must be uint8");
   if (codes.ndim() == 0 || codes.shape(codes.ndim() - 1) != packed)
     throw nb::value_error(
         ("codes have " + std::to_string(codes.ndim() == 0 ? 0 : codes.shape(codes.ndim() - 1)) +
@@ -52,7 +56,7 @@ nb::object dequantize(nb::ndarray<nb::ro, nb::device::cpu, nb::c_contig> codes,
         (std::to_string(scales.size()) + " scales for " + std::to_string(rows) + " rows").c_str());
   std::vector<float> x(rows * static_cast<size_t>(head_dim));
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     dequantize_symmetric({static_cast<const std::byte*>(codes.data()), codes.size()},
                          {scales.data(), scales.size()}, head_dim, bits, x);
   }

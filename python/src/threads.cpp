@@ -40,8 +40,9 @@ int usable_cpus() {
   return std::clamp(CPU_COUNT(&set), 1, 16);
 }
 
-std::mutex mutex;
-std::shared_ptr<Executor> current;  // null: not used yet
+// Never destroyed: a daemon thread may be in a kernel when the process ends.
+std::mutex& mutex = *new std::mutex;
+std::shared_ptr<Executor>& current = *new std::shared_ptr<Executor>;  // null: not used yet
 
 }  // namespace
 

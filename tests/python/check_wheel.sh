@@ -45,7 +45,7 @@ capacity: int = seed.capacity
 stats: dict[str, object] = seed.paged_stats()
 PROGRAM
 echo 'import pagedkv; wrong: str = pagedkv.PagedKVCache().offset' > wrong.py
-mypy --strict --python-executable fresh/bin/python program.py
+mypy --strict --python-executable fresh/bin/python program.py example.py
 pyright --pythonpath fresh/bin/python program.py
 for check in "mypy --strict --python-executable fresh/bin/python" "pyright --pythonpath fresh/bin/python"; do
   if $check wrong.py; then echo "$check found nothing wrong in wrong.py"; exit 1; fi

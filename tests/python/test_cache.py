@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -93,10 +97,40 @@ def test_layouts_that_are_not_contiguous_are_read_as_they_are() -> None:
         np.repeat(k, 2, axis=-1)[..., ::2],
         np.ascontiguousarray(k[:, ::-1])[:, ::-1],
         np.asfortranarray(k),
+        np.broadcast_to(k, (1, 2, 30, 64)),
     ):
         cache = pagedkv.PagedKVCache()
         cache.update(same, same)
         assert np.array_equal(cache.state()[0], want.state()[0])
+
+
+def test_rows_that_lie_on_one_another_are_read_as_they_are() -> None:
+    row = rows(1, 1, 1, 64)
+    for same in (np.broadcast_to(row, (2, 5, 64)), np.broadcast_to(row[..., :1], (2, 5, 64))):
+        cache = pagedkv.PagedKVCache()
+        cache.update(same, same)
+        assert np.array_equal(cache.state()[0], same)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mask": np.ones((4, 2), bool)}, r"mask of shape \[4, 2\]: must be \[2, 4\]"),
+        ({"mask": np.ones(8, bool)}, "mask of shape"),
+        ({"bias": np.zeros((4, 2), np.float32)}, r"bias of shape \[4, 2\]"),
+        ({"bias": np.zeros(0, np.float32)}, "bias of shape"),
+        ({"sinks": np.zeros((1, 2), np.float32)}, r"sinks of shape \[1, 2\]: must be \[2\]"),
+        ({"sliding_window": -1}, "sliding_window -1"),
+    ],
+)
+def test_what_goes_with_queries_must_have_their_shape(arguments: dict[str, Any], text: str) -> None:
+    cache = pagedkv.PagedKVCache()
+    cache.update(rows(1, 1, 4, 8), rows(2, 1, 4, 8))
+    with pytest.raises(ValueError, match=text):
+        cache.attend(rows(3, 2, 2, 8), causal=False, **arguments)
+    mask = np.array([[1, 0, 1, 0], [0, 0, 1, 1]], bool)
+    two = cache.attend(rows(3, 2, 2, 8), causal=False, mask=mask)
+    assert np.array_equal(two, cache.attend(rows(3, 2, 2, 8), causal=False, mask=mask[None, None]))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +154,9 @@ def test_rows_that_do_not_fit_are_refused_and_change_nothing(
     cache = pagedkv.PagedKVCache()
     with pytest.raises(error, match=text):
         cache.update(keys, values)
-    assert cache.offset == 0 and cache.pages() is None
+    assert cache.offset == 0
+    with pytest.raises(ValueError, match="no pages"):
+        cache.pages()
     cache.update(rows(1, 2, 3, 8), rows(2, 2, 3, 8))
     assert cache.offset == 3
 
@@ -179,7 +215,7 @@ def test_views_are_the_pages_themselves(name: str) -> None:
     cache = pagedkv.PagedKVCache(block_size=4, num_blocks=6, dynamic=False)
     cache.update(k, v)
     pages = cache.pages()
-    assert pages is not None and pages.key_scales is None
+    assert pages.key_scales is None
     assert pages.keys.shape == (6, 4, 2, 32) and pages.values.shape == (6, 4, 2, 48)
     keys = np.asarray(pages.keys)
     assert keys.dtype == dtype and not keys.flags.owndata
@@ -196,7 +232,7 @@ def test_views_of_quantised_pages_are_codes_and_scales(quant: str, width: int, d
     cache = pagedkv.PagedKVCache(block_size=4, num_blocks=6, quant=quant)
     cache.update(k, k)
     pages = cache.pages()
-    assert pages is not None and pages.key_scales is not None
+    assert pages.key_scales is not None
     assert pages.keys.shape[-1] == width and pages.keys.dtype == dtype
     codes, scales = pagedkv.quantize_symmetric(
         np.ascontiguousarray(k.transpose(1, 0, 2)), int(quant[1])
@@ -208,7 +244,7 @@ def test_views_of_quantised_pages_are_codes_and_scales(quant: str, width: int, d
 def test_dlpack_gives_versioned_capsules_of_the_same_memory() -> None:
     cache = pagedkv.PagedKVCache()
     cache.update(rows(1, 2, 8, 32), rows(2, 2, 8, 32))
-    view = cache.pages().keys  # type: ignore[union-attr]
+    view = cache.pages().keys
     assert "dltensor_versioned" in repr(view.__dlpack__(max_version=(1, 0)))
     assert '"dltensor"' in repr(view.__dlpack__())
     assert view.__dlpack_device__() == (1, 0)
@@ -220,21 +256,21 @@ def test_torch_reads_and_gives_rows_without_a_copy() -> None:
     k = torch.randn(2, 9, 32, dtype=torch.bfloat16)
     cache = pagedkv.PagedKVCache()
     cache.update(k, k)
-    pages = torch.from_dlpack(cache.pages().keys)  # type: ignore[union-attr]
+    pages = torch.from_dlpack(cache.pages().keys)
     assert pages.dtype == torch.bfloat16
     assert torch.equal(pages.reshape(-1, 2, 32)[:9].transpose(0, 1), k)
-    assert pages.data_ptr() == np.asarray(cache.pages().keys).ctypes.data  # type: ignore[union-attr]
+    assert pages.data_ptr() == np.asarray(cache.pages().keys).ctypes.data
 
 
 def test_a_view_stays_valid_across_growth_reset_and_the_end_of_its_cache() -> None:
     k = rows(1, 2, 8, 32)
     cache = pagedkv.PagedKVCache(block_size=4, num_blocks=2)
     cache.update(k, k)
-    view = np.asarray(cache.pages().keys)  # type: ignore[union-attr]
+    view = np.asarray(cache.pages().keys)
     address = view.ctypes.data
     for _ in range(6):
         cache.update(rows(2, 2, 100, 32), rows(3, 2, 100, 32))
-    assert np.asarray(cache.pages().keys).ctypes.data == address  # type: ignore[union-attr]
+    assert np.asarray(cache.pages().keys).ctypes.data == address
     cache.reset()
     del cache
     gc.collect()
@@ -244,7 +280,7 @@ def test_a_view_stays_valid_across_growth_reset_and_the_end_of_its_cache() -> No
 def test_memory_under_a_living_view_is_not_given_back() -> None:
     cache = pagedkv.PagedKVCache(block_size=4)
     cache.update(rows(1, 1, 400, 8), rows(2, 1, 400, 8))
-    view = np.asarray(cache.pages().keys)  # type: ignore[union-attr]
+    view = np.asarray(cache.pages().keys)
     cache.trim(396)
     with pytest.raises(BufferError, match="alive"):
         cache.shrink_to_capacity(0)
@@ -331,14 +367,31 @@ def test_layers_are_apart_and_trim_together() -> None:
         cache.state(3)
 
 
+def test_copying_and_deepcopying_give_a_cache_of_its_own_with_the_same_settings() -> None:
+    cache = pagedkv.PagedKVCache(
+        block_size=32, num_blocks=3, quant="k=q8,v=q4", dynamic=False, sliding_window=7
+    )
+    cache.update(rows(1, 2, 20, 16), rows(2, 2, 20, 16))
+    q = rows(3, 2, 4, 16)
+    for other in (copy.copy(cache), copy.deepcopy(cache), cache.copy()):
+        assert (other.quant, other.block_size, other.capacity) == ("k=q8,v=q4", 32, 96)
+        assert np.array_equal(other.attend(q), cache.attend(q))
+        other.update(rows(4, 2, 1, 16), rows(5, 2, 1, 16))
+        assert (other.offset, cache.offset) == (21, 20)
+        with pytest.raises(pagedkv.CapacityError):
+            other.update(rows(4, 2, 76, 16), rows(5, 2, 76, 16))
+    with pytest.raises(TypeError, match="state"):
+        pickle.dumps(cache)
+
+
 def test_a_copy_holds_the_same_tokens_and_shares_nothing() -> None:
     cache = pagedkv.PagedKVCache(quant="q4")
     cache.update(rows(1, 2, 10, 16), rows(2, 2, 10, 16))
-    copy = cache.copy(quant="q4", block_size=3)
+    other = cache.copy(block_size=3)
     before = cache.state()[0]
-    copy.update(rows(3, 2, 1, 16), rows(4, 2, 1, 16))
-    assert np.array_equal(copy.state()[0][:, :10], before) and cache.offset == 10
-    assert copy.block_size == 3 and copy.quant == "q4"
+    other.update(rows(3, 2, 1, 16), rows(4, 2, 1, 16))
+    assert np.array_equal(other.state()[0][:, :10], before) and cache.offset == 10
+    assert other.block_size == 3 and other.quant == "q4"
 
 
 def test_state_and_meta_state_move_a_cache_to_another() -> None:
@@ -399,3 +452,58 @@ def test_threads_can_be_set_within_limits() -> None:
                 pagedkv.set_num_threads(bad)
     finally:
         pagedkv.set_num_threads(before)
+
+
+def test_a_daemon_thread_in_a_kernel_does_not_keep_the_interpreter_from_ending() -> None:
+    code = """
+import threading, time
+import numpy as np, pagedkv
+x = np.ones((4, 2000, 64), np.float32)
+cache = pagedkv.PagedKVCache()
+cache.update(x, x)
+table = pagedkv.BlockTable(pagedkv.PagePool([pagedkv.LayerSpec(1, 32)]))
+for call in (lambda: cache.attend(x[:, :50]), lambda: table.length):
+    threading.Thread(target=lambda c=call: [c() for _ in iter(int, 1)], daemon=True).start()
+time.sleep(0.3)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_objects_that_cannot_be_described_are_refused_all_the_same() -> None:
+    class Broken(type):
+        def __str__(cls) -> str:
+            raise KeyError
+
+    class Nothing(metaclass=Broken):
+        pass
+
+    class Surrogate(type):
+        def __str__(cls) -> str:
+            return "\ud800"
+
+    class Strange(metaclass=Surrogate):
+        pass
+
+    for thing in (Nothing(), Strange()):
+        with pytest.raises(TypeError, match="no array"):
+            pagedkv.PagedKVCache().update(thing, thing)
+
+
+def test_numbers_of_any_size_and_type_get_an_answer_that_names_them() -> None:
+    for options, error in (
+        ({"block_size": 2**40}, ValueError),
+        ({"num_blocks": 2**62}, ValueError),
+        ({"num_blocks": 2.5}, TypeError),
+        ({"quant": 4}, TypeError),
+        ({"dtype": np.float16}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            pagedkv.PagedKVCache(**options)
+
+
+def test_codes_have_the_dtype_of_their_bits() -> None:
+    codes, scales = pagedkv.quantize_symmetric(rows(1, 3, 8), 8)
+    with pytest.raises(TypeError, match="int8"):
+        pagedkv.dequantize_symmetric(codes.view(np.uint8), scales, 8, 8)

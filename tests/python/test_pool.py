@@ -186,7 +186,10 @@ def test_a_batch_keeps_its_sequences_and_a_sequence_its_pool() -> None:
         (lambda b: b.attend(rows(1, 2, 4, 16)), r"must be \[2, 4, 32\]"),
         (lambda b: b.attend(rows(1, 4, 4, 32)[0]), r"\[4, 32\]"),
         (lambda b: b.attend(rows(1, 2, 4, 32), layer=1), "layer 1"),
-        (lambda b: b.attend(rows(1, 2, 4, 32), sinks=rows(1, 3)), "must be 4"),
+        (
+            lambda b: b.attend(rows(1, 2, 4, 32), sinks=rows(1, 3)),
+            r"sinks of shape \[3\]: must be \[4\]",
+        ),
         (lambda b: b.csr(1), "layer group 1"),
     ],
 )
@@ -231,14 +234,8 @@ def test_growth_and_refusal_name_their_limits() -> None:
     for bad in (dict(page_size=0), dict(num_pages=0), dict(max_bytes=-1)):
         with pytest.raises(ValueError):
             PagePool([LayerSpec(1, 32)], **bad)
-    for bad_layers in (
-        [],
-        [LayerSpec(1, 32, "f32")] and [LayerSpec(0, 32)],
-        [LayerSpec(1, 513)],
-        [LayerSpec(1, 33, "q4")],
-    ):
-        with pytest.raises(ValueError):
-            PagePool(bad_layers)
+    with pytest.raises(ValueError, match="layers"):
+        PagePool([])
 
 
 def test_threads_on_one_pool_keep_its_books_true() -> None:
@@ -268,3 +265,47 @@ def test_threads_on_one_pool_keep_its_books_true() -> None:
     pool.verify()
     gc.collect()
     assert pool.stats()["pages_held"] == 0
+
+
+def test_tokens_in_pages_that_another_holds_are_not_written() -> None:
+    pool = PagePool([LayerSpec(1, 32, "f32")], page_size=4, num_pages=8)
+    (parent,) = sequences(pool, 8)
+    k = rows(1, 8, 1, 32)
+    Batch([parent], [8]).store(k, k)
+    child = parent.share_prefix(2)
+    with pytest.raises(ValueError, match="another holds the page of its tokens from 4 on"):
+        Batch([child], [4]).store(k[:4], k[:4])
+    child.append(2)
+    Batch([child], [2]).store(k[:2], k[:2])
+    assert np.array_equal(
+        np.asarray(pool.pages().keys).reshape(-1, 1, 32)[parent.slot_mapping()], k
+    )
+
+
+def test_a_sequence_is_in_a_batch_once() -> None:
+    pool = PagePool([LayerSpec(1, 32)])
+    (table,) = sequences(pool, 8)
+    with pytest.raises(ValueError, match="twice"):
+        Batch([table, table], [1, 1])
+
+
+def test_layers_say_what_they_are_and_refuse_what_cannot_be_stored() -> None:
+    assert LayerSpec(2, 64) == LayerSpec(2, 64, "f16") != LayerSpec(2, 64, "q8")
+    assert (
+        repr(LayerSpec(2, 64, "q8", value_format="q4"))
+        == 'LayerSpec(2, 64, "q8", value_format="q4")'
+    )
+    for bad in ((0, 64), (-1, 64), (2, 0), (2, 513), (2, 63, "q4"), (2, 64, "q5")):
+        with pytest.raises(ValueError):
+            LayerSpec(*bad)
+
+
+def test_numbers_of_any_size_and_type_get_an_answer_that_names_them() -> None:
+    for options, error in (
+        ({"num_pages": 2**31}, ValueError),
+        ({"max_pages": 2**60}, ValueError),
+        ({"page_size": 1.5}, TypeError),
+        ({"page_size": "16"}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            PagePool([LayerSpec(1, 32)], **options)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from pagedkv import _arrays, _pagedkv
+from pagedkv._arguments import whole
 from pagedkv.cache import LayerPages, layer_pages
 from pagedkv.mtplx import _page_import, _sizing
 from pagedkv.mtplx._counters import Counters
@@ -28,15 +29,17 @@ FROM_ENVIRONMENT: Final = _FromEnvironment()
 _PAGE_ARRAYS = _page_import.NAMES  # in the order of pagedkv.LayerPages
 
 
-def _unless_off(config: PagedKVQuantConfig | None) -> PagedKVQuantConfig | None:
+def _unless_off(config: PagedKVQuantConfig | str | None) -> PagedKVQuantConfig | None:
+    if isinstance(config, str):
+        config = PagedKVQuantConfig(config)
+    if config is not None and not hasattr(config, "normalized_mode"):
+        raise TypeError(f"kv_quant_config {config!r}: must be a PagedKVQuantConfig, a word or None")
     return None if config is None or config.normalized_mode == "off" else config
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    number = int(value)
-    if number < least:
-        raise ValueError(f"{name} {number}: must be at least {least}")
-    return number
+def _whole(name: str, value: Any, least: int, most: int = 2**62) -> int:
+    """int(value), as MTPLX takes sizes."""
+    return whole(name, int(value), least, most)
 
 
 class VllmMetalPagedKVCache(Counters):
@@ -74,8 +77,8 @@ class VllmMetalPagedKVCache(Counters):
         self._shape_: tuple[int, int, int] | None = None  # kv heads, head_dim of K, of V
         self._dtypes_: tuple[str, str] | None = None
         self._incoming: dict[str, Any] = {}  # page arrays and offset that were assigned
-        self.block_size = _whole("block_size", block_size, 1)
-        self.num_blocks = _whole("num_blocks", num_blocks, 1)
+        self.block_size = _whole("block_size", block_size, 1, 256)
+        self.num_blocks = _whole("num_blocks", num_blocks, 1, 2**31 - 1)
         self.turboquant_config = None
         self.turboquant = False
         self._kv_quant_config = _unless_off(kv_quant_config)
@@ -110,17 +113,42 @@ class VllmMetalPagedKVCache(Counters):
             kv_quant_config=kv_quant_config,
         )
 
+    def __copy__(self) -> VllmMetalPagedKVCache:
+        copy = type(self).__new__(type(self))
+        native = self._live()
+        for name, value in vars(self).items():
+            setattr(copy, name, dict(value) if isinstance(value, dict) else value)
+        if native is not None:
+            copy._native = _pagedkv.PagedKVCache.from_cache(native)
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VllmMetalPagedKVCache:
+        return self.__copy__()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a paged cache cannot be pickled: keep state and meta_state instead")
+
+    def __repr__(self) -> str:
+        return (
+            f"<VllmMetalPagedKVCache of {self.offset} tokens, room for {self.capacity}, "
+            f"{self.paged_stats()['mode']}>"
+        )
+
     # ---- what is allocated
 
     def _live(self) -> _pagedkv.PagedKVCache | None:
         if self._incoming:
-            self._adopt()
+            try:
+                self._adopt()
+            except BaseException:
+                self._incoming = {}  # what was there before stays
+                raise
         return self._native
 
     def _new_native(self, num_blocks: int) -> _pagedkv.PagedKVCache:
         quant = self._kv_quant_config
         return _pagedkv.PagedKVCache(
-            block_size=_whole("block_size", self.block_size, 1),
+            block_size=_whole("block_size", self.block_size, 1, 256),
             num_blocks=num_blocks,
             quant="off" if quant is None else quant.normalized_mode,
             dynamic=True,  # whether it may grow is asked at each growth
@@ -416,8 +444,8 @@ class VllmMetalPagedKVCache(Counters):
                 raise ValueError(
                     f"restored paged KV offset {offset}: the cache holds no tokens, set state first"
                 )
-            self.block_size = _whole("block_size", size, 1)
-            self.num_blocks = _whole("num_blocks", blocks, 1)
+            self.block_size = _whole("block_size", size, 1, 256)
+            self.num_blocks = _whole("num_blocks", blocks, 1, 2**31 - 1)
             return
         if offset > native.capacity:
             raise ValueError(
@@ -476,6 +504,11 @@ class VllmMetalPagedKVCache(Counters):
             if name in ("key_cache", "value_cache"):
                 self._drop()
             return
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) != 4 or int(shape[1]) != int(self.block_size):
+            raise ValueError(
+                f"{name} of shape {list(shape)}: must be [blocks, {self.block_size}, heads, width]"
+            )
         if not self._incoming:
             self._incoming["offset"] = self.offset
         self._incoming[name] = value

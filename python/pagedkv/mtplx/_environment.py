@@ -14,9 +14,9 @@ def env_truthy(name: str, *, default: bool = False) -> bool:
 
 
 def env_int(name: str, default: int) -> int:
-    """The variable as int() takes it, the default where it is unset or no number."""
+    """The variable as int() takes it, the default where it is unset or no number; within 2**62 of 0."""
     try:
-        return int(os.environ.get(name, default))
+        return max(-(2**62), min(2**62, int(os.environ.get(name, default))))
     except ValueError:
         return default
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pagedkv.mtplx._cache import FROM_ENVIRONMENT, VllmMetalPagedKVCache, _FromEnvironment
+from pagedkv.mtplx._cache import (
+    FROM_ENVIRONMENT,
+    VllmMetalPagedKVCache,
+    _FromEnvironment,
+    _unless_off,
+)
 from pagedkv.mtplx._environment import env_strict_int, env_truthy
 from pagedkv.mtplx._sizing import _dynamic_paged_num_blocks
 from pagedkv.mtplx.kv_quant import PagedKVQuantConfig, config_from_env
@@ -48,6 +53,7 @@ def install_vllm_metal_paged_attention_kv_cache(
         _warn_vllm_metal_ops_unavailable(
             RuntimeError("TurboQuant needs the Metal kernels"), context="TurboQuant install"
         )
+    kv_quant_config = _unless_off(kv_quant_config)
     mode = "" if kv_quant_config is None else kv_quant_config.normalized_mode
     entries = skipped = 0
     for index, entry in enumerate(cache or []):

@@ -14,7 +14,7 @@ def _blocks(tokens: int, block_size: int) -> int:
 
 def window_tokens() -> int:
     """MTPLX_CONTEXT_WINDOW_TOKENS; 0: none."""
-    return max(0, env_int("MTPLX_CONTEXT_WINDOW_TOKENS", 0))
+    return min(2**31 - 1, max(0, env_int("MTPLX_CONTEXT_WINDOW_TOKENS", 0)))
 
 
 def paged_grown_blocks(current_blocks: int, required_tokens: int, block_size: int) -> int:
