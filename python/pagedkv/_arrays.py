@@ -70,6 +70,7 @@ def dtype_of(name: str) -> Any:
     return numpy_dtype(name)
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_name(dtype: Any) -> str:
     """ "float16" for numpy's, mlx's and torch's dtype objects alike."""
     name = getattr(dtype, "name", None)

@@ -103,22 +103,31 @@ nb::dlpack::dtype page_dtype(PageFormat format) {
 }  // namespace
 
 FloatArray::FloatArray(nb::handle array, const char* name) : name_(name) {
-  const bool bits = is_numpy_bfloat16(array);
-  nb::object plain = bits ? nb::object(array.attr("view")("uint16")) : nb::borrow(array);
-  if (nb::hasattr(plain, "resolve_neg")) plain = plain.attr("resolve_neg")();  // torch's lazy minus
-  check_device(plain, name);
-  read(plain, bits);
+  nb::object plain = nb::borrow(array);
+  if (nb::hasattr(plain.type(), "resolve_neg"))
+    plain = plain.attr("resolve_neg")();  // torch's lazy minus
+  const bool read = nb::try_cast(plain, array_);
+  bool bits = false;
+  if (!read) {
+    bits = is_numpy_bfloat16(plain);
+    if (bits) plain = plain.attr("view")("uint16");
+    if (!bits || !nb::try_cast(plain, array_)) refuse(plain);
+  }
+  take_layout(array, bits);
   make_rows_contiguous();
 }
 
-void FloatArray::read(nb::handle array, bool bfloat16_bits) {
-  if (!nb::try_cast(array, array_)) {
-    if (!nb::hasattr(array, "__dlpack__") && !nb::hasattr(array, "__array__"))
-      throw nb::type_error((std::string(name_) + ": " + type_text(array) +
-                            " is no array: must be one of numpy, torch, mlx or another with DLPack")
-                               .c_str());
-    refuse_dtype(array, name_);
-  }
+// Why there is no reading an array.
+[[noreturn]] void FloatArray::refuse(nb::handle array) const {
+  check_device(array, name_);
+  if (!nb::hasattr(array, "__dlpack__") && !nb::hasattr(array, "__array__"))
+    throw nb::type_error((std::string(name_) + ": " + type_text(array) +
+                          " is no array: must be one of numpy, torch, mlx or another with DLPack")
+                             .c_str());
+  refuse_dtype(array, name_);
+}
+
+void FloatArray::take_layout(nb::handle array, bool bfloat16_bits) {
   const nb::dlpack::dtype dtype = array_.dtype();
   const auto code = static_cast<nb::dlpack::dtype_code>(dtype.code);
   if (bfloat16_bits || (code == nb::dlpack::dtype_code::Bfloat && dtype.bits == 16))

@@ -40,7 +40,8 @@ class FloatArray {
   std::vector<float> floats(int64_t rows, int64_t columns) const;
 
  private:
-  void read(nb::handle array, bool bfloat16_bits);
+  [[noreturn]] void refuse(nb::handle array) const;
+  void take_layout(nb::handle array, bool bfloat16_bits);
   void make_rows_contiguous();
 
   const char* name_;
