@@ -384,7 +384,15 @@ class LLM:
         state: str | None = None,
     ) -> Completion:
         """One run of the program. `state` is the folder of an earlier conversation."""
-        words = [str(self.binary), "run", *self._arguments, *flags, "--json", "--stats=false"]
+        words = [
+            str(self.binary),
+            "run",
+            *self._arguments,
+            *flags,
+            "--json",
+            "--stats=false",
+            "--n=1",
+        ]
         words += ["--raw=" + _yes(raw), "--continue=" + _yes(state is not None)]
         environment = dict(os.environ)
         if state is not None:
@@ -399,8 +407,8 @@ class LLM:
 def _call(
     words: list[str], text: bytes, timeout: float | None, environment: Mapping[str, str]
 ) -> tuple[int, bytes, str]:
-    """Exit status, standard output and error of a program that gets `text` on standard input. With what it started
-    it is gone when this returns or raises."""
+    """Exit status, standard output and error of a program that gets `text` on standard input. It is gone when this
+    returns; when this raises, what it started too."""
     try:
         child = subprocess.Popen(
             words,
@@ -418,10 +426,10 @@ def _call(
         log = (late.stderr or b"").decode(errors="replace")
         raise GenerationTimeout(f"no answer within {timeout:g} seconds", None, log) from None
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.kill()
-        child.wait()
+        if child.poll() is None:  # not waited for yet: its number is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
         for pipe in (child.stdin, child.stdout, child.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):

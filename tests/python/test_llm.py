@@ -176,6 +176,7 @@ def test_a_setting_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
         "--config=none",
         "--json",
         "--stats=false",
+        "--n=1",
         "--raw=false",
         "--continue=false",
     }
@@ -208,6 +209,7 @@ def test_an_option_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
         '--chat-template-kwargs={"enable_thinking": false}',
         "--json",
         "--stats=false",
+        "--n=1",
         "--raw=true",
         "--continue=false",
     ]
@@ -215,7 +217,7 @@ def test_an_option_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
 
 def test_what_is_none_is_left_to_the_program(fake: Fake) -> None:
     LLM(ctx_size=None, dynamic=None).generate("x", max_tokens=None, stop=None, timeout=None)
-    always = ["--json", "--stats=false", "--raw=false", "--continue=false"]
+    always = ["--json", "--stats=false", "--n=1", "--raw=false", "--continue=false"]
     assert fake.call["args"] == ["run", *always]
 
 
