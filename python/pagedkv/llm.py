@@ -391,7 +391,7 @@ class LLM:
             *flags,
             "--json",
             "--stats=false",
-            "--n=1",
+            "--num-answers=1",
         ]
         words += ["--raw=" + _yes(raw), "--continue=" + _yes(state is not None)]
         environment = dict(os.environ)

@@ -91,7 +91,8 @@ std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) 
   static const std::pair<const char*, const char*> kFlags[] = {{"-ctk", "--cache-type-k"},
                                                                {"-ctv", "--cache-type-v"},
                                                                {"-ngl", "--n-gpu-layers"},
-                                                               {"-fa", "--flash-attn"}};
+                                                               {"-fa", "--flash-attn"},
+                                                               {"--n", "--num-answers"}};
   std::vector<std::string> out;
   bool options = true;
   for (int i = 1; i < argc; ++i) {

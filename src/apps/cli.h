@@ -49,7 +49,8 @@ std::string shortest(double x);
 std::string read_all(std::istream& in, const std::string& name);
 std::string read_file(const std::string& path, const std::string& name);
 
-// Rewrites the familiar multi-letter short flags that CLI11 has no form for (-ctk, -ctv, -ngl, -fa) to long ones.
+// Rewrites familiar flags that CLI11 has no form for to long ones: several letters behind one dash (-ctk, -ctv, -ngl,
+// -fa), one behind two (--n).
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
 
 // An integer that 64 bits hold, where CLI11 would take the nearest.

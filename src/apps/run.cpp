@@ -290,7 +290,7 @@ int run(RunOptions o, Clock::time_point start) {
     throw std::invalid_argument(
         "--raw has no chat template, which --system, --continue and --chat-template-kwargs need");
   if (o.num_answers > 1 && (at_terminal || o.go_on))
-    throw std::invalid_argument("--n " + std::to_string(o.num_answers) +
+    throw std::invalid_argument("--num-answers " + std::to_string(o.num_answers) +
                                 ": a conversation goes on with one answer; give a prompt, without "
                                 "--continue");
   const TemplateKwargs kwargs = parse_kwargs(o.template_kwargs);
@@ -403,8 +403,9 @@ void add_run(CLI::App& app, std::function<int()>& command) {
   add_option(*sub, "-n,--predict,--max-tokens", o->max_new_tokens,
              "most tokens to generate (-1: until the model ends or the context is full)")
       ->check(CLI::Range(int64_t{-1}, int64_t{1} << 40));
-  add_option(*sub, "--n,--num-answers", o->num_answers,
-             "answers to the prompt, which is computed once; each draws with a seed of its own")
+  add_option(
+      *sub, "--num-answers", o->num_answers,
+      "answers to the prompt, which is computed once (also --n); each draws with a seed of its own")
       ->check(CLI::Range(1, 64));
   add_option(*sub, "-c,--ctx-size,--max-model-len", o->model.context,
              "context in tokens (default: the model's)")

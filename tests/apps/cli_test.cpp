@@ -331,7 +331,7 @@ TEST_F(Cli, SeveralAnswersShareThePromptAndDrawWithSeedsOfTheirOwn) {
   EXPECT_EQ(run(call + "--n 0 " + prompt).code, 2);
   const auto go_on = run(call + "--n 2 --continue " + prompt);
   EXPECT_EQ(go_on.code, 2);
-  EXPECT_NE(go_on.err.find("--n 2"), std::string::npos) << go_on.err;
+  EXPECT_NE(go_on.err.find("--num-answers 2"), std::string::npos) << go_on.err;
 }
 
 TEST_F(Cli, PerplexityIsOneTableOrOneJsonObject) {

@@ -176,7 +176,7 @@ def test_a_setting_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
         "--config=none",
         "--json",
         "--stats=false",
-        "--n=1",
+        "--num-answers=1",
         "--raw=false",
         "--continue=false",
     }
@@ -209,7 +209,7 @@ def test_an_option_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
         '--chat-template-kwargs={"enable_thinking": false}',
         "--json",
         "--stats=false",
-        "--n=1",
+        "--num-answers=1",
         "--raw=true",
         "--continue=false",
     ]
@@ -217,7 +217,7 @@ def test_an_option_becomes_the_flag_of_its_long_name(fake: Fake) -> None:
 
 def test_what_is_none_is_left_to_the_program(fake: Fake) -> None:
     LLM(ctx_size=None, dynamic=None).generate("x", max_tokens=None, stop=None, timeout=None)
-    always = ["--json", "--stats=false", "--n=1", "--raw=false", "--continue=false"]
+    always = ["--json", "--stats=false", "--num-answers=1", "--raw=false", "--continue=false"]
     assert fake.call["args"] == ["run", *always]
 
 
@@ -681,4 +681,4 @@ def test_real_variables_set_only_what_is_left_out(
 
 def test_real_a_timeout_leaves_no_answer(real: str) -> None:
     with pytest.raises(GenerationTimeout):
-        LLM("toy:", threads=1, ctx_size=1 << 15).generate("x" * 30_000, timeout=0.01)
+        LLM("toy:", threads=1).generate("x" * 4_000, timeout=0.001)
