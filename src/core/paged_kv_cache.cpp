@@ -428,7 +428,7 @@ void PagedKVCache::set_meta_state(std::span<const std::string> meta) {
     fail("restored offset " + str(tokens) + " exceeds the " + str(offset()) +
          " tokens that are held");
   if (p.storage) {
-    if (tokens < offset()) p.storage->trim_to(tokens);
+    p.storage->trim_to(tokens);
   } else {
     p.geometry.block_size = static_cast<int>(size);
     p.geometry.num_blocks = static_cast<int32_t>(blocks);

@@ -90,7 +90,6 @@ class Fake:
 
     def does(self, code: str) -> None:
         head = f"""\
-            #!{sys.executable}
             import json, os, pathlib, signal, sys, time
             ANSWER = {json.dumps(ANSWER)!r}
             state = os.environ.get("XDG_STATE_HOME", "")
@@ -105,7 +104,10 @@ class Fake:
             with open({str(self.calls_path)!r}, "a") as calls:
                 calls.write(json.dumps(call) + "\\n")
             """
-        self.path.write_text(textwrap.dedent(head) + code + "\n")
+        script = self.path.with_suffix(".py")
+        script.write_text(textwrap.dedent(head) + code + "\n")
+        # The interpreter's path may hold a blank, which the line of a script that names it may not.
+        self.path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
         self.path.chmod(0o755)
 
     @property
