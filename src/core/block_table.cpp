@@ -99,6 +99,14 @@ bool BlockTable::try_append(int64_t num_tokens) {
 }
 
 bool BlockTable::take_pages(int64_t new_length) {
+  // Millions of pages: whether there is memory for them is asked before their list takes any.
+  constexpr int64_t kMany = int64_t{1} << 20;
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    const int64_t missing = missing_pages(g, new_length);
+    const int64_t held = pool_->capacity(g) - pool_->pages_free(g);
+    if (missing > kMany && !pool_->try_grow(g, held + missing))
+      return refuse(pool_->refusal(), pool_->refusal_text());
+  }
   std::vector<PageRequest> requests;
   requests.reserve(pages_.size());
   for (int g = 0; g < pool_->num_groups(); ++g) {

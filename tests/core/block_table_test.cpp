@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -78,6 +79,20 @@ TEST(BlockTable, AForkSharesEveryPageUntilOneOfThemWrites) {
     EXPECT_EQ(table->pages(0)[0], parent.pages(0)[0]);
   pool.verify();
   EXPECT_EQ(BlockTable(pool).fork().length(), 0);
+}
+
+TEST(BlockTable, BillionsOfPagesAreRefusedBeforeTheirListIsMade) {
+  PagePoolOptions o = options(8, 1, testing::group(1, testing::layer(1, 2)));
+  o.max_pages = std::numeric_limits<int32_t>::max() / 64;
+  o.max_bytes = int64_t{1} << 20;
+  PagePool pool(o);
+  BlockTable table(pool);
+  EXPECT_FALSE(table.try_append(int64_t{1} << 24));
+  EXPECT_NE(table.refusal_text().find("1048576"), std::string::npos) << table.refusal_text();
+  EXPECT_EQ(table.length(), 0);
+  EXPECT_EQ(pool.stats().bytes_committed, 0);
+  table.append(5);
+  pool.verify();
 }
 
 TEST(BlockTable, MovesItsPagesOnce) {
