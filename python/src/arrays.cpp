@@ -100,6 +100,24 @@ nb::dlpack::dtype page_dtype(PageFormat format) {
   return nb::dtype<uint8_t>();
 }
 
+// Calls f with the offset, in elements, of each row along the last axis, in C order.
+template <class F>
+void for_each_row(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, F&& f) {
+  const size_t outer = shape.empty() ? 0 : shape.size() - 1;
+  int64_t rows = 1;
+  for (size_t axis = 0; axis < outer; ++axis) rows *= shape[axis];
+  std::vector<int64_t> index(outer, 0);
+  for (int64_t row = 0, offset = 0; row < rows; ++row) {
+    f(offset);
+    for (size_t axis = outer; axis-- > 0;) {
+      offset += strides[axis];
+      if (++index[axis] < shape[axis]) break;
+      offset -= strides[axis] * shape[axis];
+      index[axis] = 0;
+    }
+  }
+}
+
 }  // namespace
 
 FloatArray::FloatArray(nb::handle array, const char* name) : name_(name) {
@@ -159,23 +177,17 @@ void FloatArray::make_rows_contiguous() {
   if (shape_.empty() || size() == 0 || apart) return;
   const auto width = static_cast<size_t>(dtype_bytes(dtype_));
   copy_.resize(static_cast<size_t>(size()) * width);
-  std::vector<int64_t> index(shape_.size(), 0);
   const int64_t dim = shape_.back(), step = strides_.back() * static_cast<int64_t>(width);
-  for (int64_t row = 0, offset = 0; row < size(); row += dim) {
-    std::byte* to = copy_.data() + static_cast<size_t>(row) * width;
+  std::byte* to = copy_.data();
+  for_each_row(shape_, strides_, [&](int64_t offset) {
     const std::byte* from = data_ + offset * static_cast<int64_t>(width);
     if (strides_.back() == 1)
       std::memcpy(to, from, static_cast<size_t>(dim) * width);
     else
       for (int64_t i = 0; i < dim; ++i)
         std::memcpy(to + static_cast<size_t>(i) * width, from + i * step, width);
-    for (size_t axis = shape_.size() - 1; axis-- > 0;) {
-      offset += strides_[axis];
-      if (++index[axis] < shape_[axis]) break;
-      offset -= strides_[axis] * shape_[axis];
-      index[axis] = 0;
-    }
-  }
+    to += static_cast<size_t>(dim) * width;
+  });
   data_ = copy_.data();
   for (size_t axis = shape_.size(), stride = 1; axis-- > 0;) {
     strides_[axis] = static_cast<int64_t>(stride);
@@ -221,18 +233,11 @@ std::vector<float> FloatArray::floats() const {
   std::vector<float> out(static_cast<size_t>(size()));
   if (out.empty()) return out;
   const auto width = static_cast<int64_t>(dtype_bytes(dtype_));
-  std::vector<int64_t> index(shape_.size(), 0);
-  for (int64_t done = 0, offset = 0; done < size(); done += dim) {
-    to_floats(TensorView::heads_first(data_ + offset * width, dtype_, 1, 1, dim),
-              out.data() + done);
-    if (shape_.size() < 2) break;
-    for (size_t axis = shape_.size() - 1; axis-- > 0;) {
-      offset += strides_[axis];
-      if (++index[axis] < shape_[axis]) break;
-      offset -= strides_[axis] * shape_[axis];
-      index[axis] = 0;
-    }
-  }
+  float* to = out.data();
+  for_each_row(shape_, strides_, [&](int64_t offset) {
+    to_floats(TensorView::heads_first(data_ + offset * width, dtype_, 1, 1, dim), to);
+    to += dim;
+  });
   return out;
 }
 

@@ -49,7 +49,7 @@ class FloatArray {
   const std::byte* data_ = nullptr;
   DType dtype_ = DType::kF32;
   std::vector<int64_t> shape_, strides_;  // strides in elements
-  std::vector<std::byte> copy_;           // where the last axis was not contiguous
+  std::vector<std::byte> copy_;           // where rows were not contiguous or overlapped
 };
 
 // A mask, bool or uint8 [rows, columns] (axes of one element may stand before them), as bytes.
