@@ -117,15 +117,10 @@ def _install_from_environment(cache: list[Any], middle: str = "") -> Counts:
     """Sizes from MTPLX_VLLM_METAL_PAGED_{middle}BLOCK_SIZE and _NUM_BLOCKS, those without `middle` where unset."""
 
     def size(name: str, default: int) -> int:
-        plain = env_strict_int(f"MTPLX_VLLM_METAL_PAGED_{name}", default) if not middle else None
-        if plain is not None:
-            return plain
         own = f"MTPLX_VLLM_METAL_PAGED_{middle}{name}"
-        return (
-            env_strict_int(own, default)
-            if os.environ.get(own, "").strip()
-            else env_strict_int(f"MTPLX_VLLM_METAL_PAGED_{name}", default)
-        )
+        if not os.environ.get(own, "").strip():
+            own = f"MTPLX_VLLM_METAL_PAGED_{name}"
+        return env_strict_int(own, default)
 
     block_size = size("BLOCK_SIZE", 16)
     return install_vllm_metal_paged_attention_kv_cache(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv import _arrays
+from pagedkv.mtplx._cache import VllmMetalPagedKVCache
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,6 @@ def _clone(value: Any) -> Any:
 
 
 def _state_of(entry: Any) -> Any:
-    from pagedkv.mtplx._cache import VllmMetalPagedKVCache
-
     state = getattr(entry, "state", None)
     return state if isinstance(entry, VllmMetalPagedKVCache) else _clone(state)  # ours is a copy
 
@@ -68,8 +67,6 @@ def restore_cache(
 
 
 def _restore(entry: Any, state: Any, clone: bool) -> None:
-    from pagedkv.mtplx._cache import VllmMetalPagedKVCache
-
     if isinstance(entry, VllmMetalPagedKVCache):
         entry.state = state  # is stored into pages: a copy
         return
