@@ -45,6 +45,11 @@ struct Pool {
       throw std::invalid_argument("layer " + str(layer) + ": must be in 0.." +
                                   str(pages.num_layers() - 1));
   }
+  void check_group(int group) const {
+    if (group < 0 || group >= pages.num_groups())
+      throw std::invalid_argument("layer group " + str(group) + ": must be in 0.." +
+                                  str(pages.num_groups() - 1));
+  }
   PagePool pages;
   std::shared_ptr<Executor> executor;
   std::mutex mutex;
@@ -75,14 +80,8 @@ class PoolHandle {
     return f(pool->pages);
   }
 
-  void check_group(int group) const {
-    if (group < 0 || group >= pool->pages.num_groups())
-      throw std::invalid_argument("layer group " + str(group) + ": must be in 0.." +
-                                  str(pool->pages.num_groups() - 1));
-  }
-
   void grow(int64_t num_pages, int group) {
-    check_group(group);
+    pool->check_group(group);
     if (num_pages < 0 || num_pages > INT32_MAX)
       throw std::invalid_argument("num_pages " + str(num_pages) + ": must be in 0.." +
                                   str(INT32_MAX));
@@ -196,9 +195,7 @@ class Table {
   }
   nb::object slot_mapping(int64_t first, std::optional<int64_t> count, int group) const {
     std::vector<int64_t> slots = locked([&](BlockTable& t) {
-      if (group < 0 || group >= t.num_groups())
-        throw std::invalid_argument("layer group " + str(group) + ": must be in 0.." +
-                                    str(t.num_groups() - 1));
+      sequence->pool->check_group(group);
       const int64_t n = count.value_or(t.length() - first);
       if (n < 0 || n > t.length())
         throw std::invalid_argument(str(n) + " slots from token " + str(first) +
@@ -306,9 +303,7 @@ class Batch {
     const FloatArray q(queries, "queries");
     const TensorView view = q.tokens_first();
     std::vector<float> sink_values;
-    if (!sinks.is_none()) {
-      sink_values = FloatArray(sinks, "sinks").floats(0, view.num_heads);
-    }
+    if (!sinks.is_none()) sink_values = FloatArray(sinks, "sinks").floats(0, view.num_heads);
     Tensor out;
     std::vector<float> lse;
     {
@@ -359,37 +354,26 @@ class Batch {
     return nb::make_tuple(array, to_array(std::move(lse), {tokens, heads}));
   }
 
+  // f's result, under the pool's lock, of sequences that are as the batch has seen them.
+  template <class F>
+  auto locked(F&& f) const {
+    const GilRelease release;
+    const std::lock_guard lock(pool_->mutex);
+    check_unchanged();
+    return f();
+  }
+
   nb::tuple csr(int group) {
-    CsrTables tables;
-    {
-      const GilRelease release;
-      const std::lock_guard lock(pool_->mutex);
-      check_unchanged();
-      tables = csr_tables(tables_of(), group);
-    }
-    return to_arrays(std::move(tables));
+    return to_arrays(locked([&] { return csr_tables(tables_of(), group); }));
   }
   nb::tuple dense(int group, int32_t padding) {
-    DenseTables tables;
-    {
-      const GilRelease release;
-      const std::lock_guard lock(pool_->mutex);
-      check_unchanged();
-      tables = dense_tables(tables_of(), group, padding);
-    }
-    return to_arrays(std::move(tables));
+    return to_arrays(locked([&] { return dense_tables(tables_of(), group, padding); }));
   }
   nb::object slot_mapping(int group) {
-    std::vector<int64_t> slots;
-    {
-      const GilRelease release;
-      const std::lock_guard lock(pool_->mutex);
-      check_unchanged();
-      if (group < 0 || group >= pool_->pages.num_groups())
-        throw std::invalid_argument("layer group " + str(group) + ": must be in 0.." +
-                                    str(pool_->pages.num_groups() - 1));
-      slots = new_slots(group);
-    }
+    std::vector<int64_t> slots = locked([&] {
+      pool_->check_group(group);
+      return new_slots(group);
+    });
     const size_t count = slots.size();
     return to_array(std::move(slots), {count});
   }
@@ -540,7 +524,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "sliding_window",
           [](PoolHandle& h, int group) {
-            h.check_group(group);
+            h.pool->check_group(group);
             return h.pool->pages.sliding_window(group);
           },
           "group"_a = 0, "The group's window in tokens; 0: full attention.")
@@ -554,14 +538,14 @@ void bind_pool(nb::module_& m) {
       .def(
           "capacity",
           [](PoolHandle& h, int group) {
-            h.check_group(group);
+            h.pool->check_group(group);
             return h.locked([&](PagePool& p) { return p.capacity(group); });
           },
           "group"_a = 0, "Pages usable without growth.")
       .def(
           "pages_free",
           [](PoolHandle& h, int group) {
-            h.check_group(group);
+            h.pool->check_group(group);
             return h.locked([&](PagePool& p) { return p.pages_free(group); });
           },
           "group"_a = 0, "Pages of capacity() that nobody holds.")
@@ -571,7 +555,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "shrink_to",
           [](PoolHandle& h, int64_t num_pages, int group) {
-            h.check_group(group);
+            h.pool->check_group(group);
             h.locked([&](PagePool& p) {
               h.pool->exports.check_none("shrink_to");
               p.shrink_to(group, num_pages);
