@@ -27,6 +27,7 @@ BlockTable::BlockTable(BlockTable&& other) noexcept
       pages_(std::exchange(other.pages_, {})),
       length_(std::exchange(other.length_, 0)),
       context_window_(other.context_window_),
+      zeroes_freed_(other.zeroes_freed_),
       refusal_(other.refusal_),
       refusal_text_(std::move(other.refusal_text_)) {}
 
@@ -36,6 +37,7 @@ BlockTable& BlockTable::operator=(BlockTable&& other) noexcept {
   std::swap(pages_, taken.pages_);
   std::swap(length_, taken.length_);
   std::swap(context_window_, taken.context_window_);
+  std::swap(zeroes_freed_, taken.zeroes_freed_);
   std::swap(refusal_, taken.refusal_);
   std::swap(refusal_text_, taken.refusal_text_);
   return *this;
@@ -75,7 +77,7 @@ bool BlockTable::check_limits(int64_t num_tokens) {
 }
 
 bool BlockTable::last_page_is_shared(int group) const noexcept {
-  return length_ % pool_->page_size() != 0 && pool_->references(group, pages_[group].back()) > 1;
+  return length_ % pool_->page_size() != 0 && pool_->is_shared(group, pages_[group].back());
 }
 
 // Pages that a group must get so that the sequence may write tokens [length(), new_length).
@@ -127,6 +129,7 @@ bool BlockTable::take_pages(int64_t new_length) {
   for (const PageRequest& request : requests) {
     auto& pages = pages_[request.group];
     const size_t held = pages.size() - request.out.size();
+    if (taken && zeroes_freed_) pool_->zero_when_freed(request.group, request.out);
     if (!taken)
       pages.resize(held);
     else if (static_cast<int64_t>(pages.size()) > pages_for(new_length, pool_->page_size()))
@@ -163,6 +166,11 @@ void BlockTable::trim_to(int64_t length) {
   length_ = length;
 }
 
+void BlockTable::zero_when_freed() {
+  zeroes_freed_ = true;
+  for (int g = 0; g < pool_->num_groups(); ++g) pool_->zero_when_freed(g, pages_[g]);
+}
+
 BlockTable BlockTable::share_prefix(int64_t num_pages) const {
   const int64_t full = length_ / pool_->page_size();
   if (num_pages < 0 || num_pages > full)
@@ -177,14 +185,26 @@ BlockTable BlockTable::fork() const {
 
 BlockTable BlockTable::share(size_t num_pages, int64_t length) const {
   BlockTable shared(*pool_, context_window_);
-  for (int g = 0; g < pool_->num_groups(); ++g) {
-    std::vector<PageId> pages(pages_[g].begin(),
-                              pages_[g].begin() + static_cast<std::ptrdiff_t>(num_pages));
-    pool_->retain(g, pages);
-    shared.pages_[g] = std::move(pages);
-  }
-  shared.length_ = length;
+  shared.zeroes_freed_ = zeroes_freed_;
+  std::vector<std::vector<PageId>> pages;
+  for (const auto& own : pages_)
+    pages.emplace_back(own.begin(), own.begin() + static_cast<std::ptrdiff_t>(num_pages));
+  shared.hold(std::move(pages), length);
   return shared;
+}
+
+void BlockTable::hold(std::vector<std::vector<PageId>> pages, int64_t length) {
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    pool_->retain(g, pages[g]);
+    pages_[g] = std::move(pages[g]);
+  }
+  length_ = length;
+}
+
+void BlockTable::replace(int group, int64_t index, PageId page) {
+  pool_->retain(group, {&page, 1});
+  const PageId before = std::exchange(pages_[group][index], page);
+  pool_->release(group, {&before, 1});
 }
 
 void BlockTable::slot_mapping(int group, int64_t first, std::span<int64_t> out) const {

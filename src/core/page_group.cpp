@@ -68,6 +68,7 @@ int64_t PageGroup::resident_bytes() const {
 
 int PageGroup::try_open(int64_t num_pages) {
   references_.reserve(static_cast<size_t>(num_pages));  // before any memory moves: it may throw
+  flags_.reserve(static_cast<size_t>(num_pages));
   free_.reserve(static_cast<size_t>(num_pages));
   int error = 0;
   for (size_t i = 0; i < arrays_.size() && error == 0; ++i) error = arrays_[i].try_open(num_pages);
@@ -87,11 +88,13 @@ void PageGroup::decommit_to(int64_t num_pages) noexcept {
 
 bool PageGroup::shrink_to(int64_t num_pages) noexcept {
   int64_t kept = num_committed();
-  while (kept > num_pages && references_[kept - 1] == 0) --kept;
+  while (kept > num_pages && references_[kept - 1] == 0 && !is_kept(static_cast<PageId>(kept - 1)))
+    --kept;
   const bool gives_back = kept < num_committed();
   if (gives_back) {
     std::erase_if(free_, [&](PageId page) { return page >= kept; });
     references_.resize(static_cast<size_t>(kept));
+    flags_.resize(static_cast<size_t>(kept));
     decommit_to(kept);
   }
   capacity_ = std::min(capacity_, std::max(num_pages, kept));
@@ -101,6 +104,7 @@ bool PageGroup::shrink_to(int64_t num_pages) noexcept {
 void PageGroup::add_committed(int64_t num_pages) noexcept {
   const int64_t first = num_committed();
   references_.resize(static_cast<size_t>(num_pages), 0);
+  flags_.resize(static_cast<size_t>(num_pages), 0);
   // At the bottom of the stack, so that what is already warm is taken first.
   free_.insert(free_.begin(), static_cast<size_t>(num_pages - first), 0);
   for (int64_t i = 0; i < num_pages - first; ++i) free_[i] = static_cast<PageId>(num_pages - 1 - i);
@@ -116,27 +120,68 @@ void PageGroup::take(std::span<PageId> out, uint64_t* random) noexcept {
   }
 }
 
-void PageGroup::retain(std::span<const PageId> pages) {
-  for (PageId page : pages)
-    if (references(page) == 0)
-      throw std::invalid_argument("page " + std::to_string(page) +
-                                  " is not held: it cannot be shared");
-  for (PageId page : pages) ++references_[page];
+void PageGroup::add_reference(PageId page) noexcept {
+  if (references_[page]++ > 0 || (flags_[page] & kKept) == 0) return;
+  --num_cached_;
+  keeper_->on_held(group_, page);
 }
 
-// From the last to the first, so that a table's pages come out again in the order it had them.
-void PageGroup::release(std::span<const PageId> pages) {
-  const size_t num_free = free_.size();
-  for (size_t i = pages.size(); i-- > 0;) {
-    const PageId page = pages[i];
-    if (references(page) == 0) {
-      free_.resize(num_free);
-      for (size_t k = i + 1; k < pages.size(); ++k) ++references_[pages[k]];
+void PageGroup::drop_reference(PageId page) noexcept {
+  if (--references_[page] > 0) return;
+  if ((flags_[page] & kKept) == 0) return make_free(page);
+  ++num_cached_;
+  keeper_->on_cached(group_, page);
+}
+
+void PageGroup::make_free(PageId page) noexcept {
+  if ((flags_[page] & kZeroed) != 0)
+    for (const PageMemory& array : arrays_)
+      std::memset(array.data() + page * array.page_bytes(), 0,
+                  static_cast<size_t>(array.page_bytes()));
+  flags_[page] = 0;
+  free_.push_back(page);
+}
+
+void PageGroup::retain(std::span<const PageId> pages) {
+  for (PageId page : pages)
+    if (references(page) == 0 && !is_kept(page))
       throw std::invalid_argument("page " + std::to_string(page) +
-                                  " is released more often than it is held");
+                                  " is not held: it cannot be shared");
+  for (PageId page : pages) add_reference(page);
+}
+
+// From the last to the first, so that a table's pages come out again in the order it had them, and that the page of a
+// sequence's end is cached before those it builds on.
+void PageGroup::release(std::span<const PageId> pages) {
+  for (size_t i = 0; i < pages.size(); ++i) {  // first without effect, since it may be refused
+    if (references(pages[i]) > 0) {
+      --references_[pages[i]];
+      continue;
     }
-    if (--references_[page] == 0) free_.push_back(page);
+    for (size_t k = 0; k < i; ++k) ++references_[pages[k]];
+    throw std::invalid_argument("page " + std::to_string(pages[i]) +
+                                " is released more often than it is held");
   }
+  for (PageId page : pages) ++references_[page];
+  for (size_t i = pages.size(); i-- > 0;) drop_reference(pages[i]);
+}
+
+void PageGroup::keep(PageId page) {
+  if (references(page) == 0)
+    throw std::invalid_argument("page " + std::to_string(page) + " is not held: it cannot be kept");
+  flags_[page] |= kKept;
+}
+
+void PageGroup::unkeep(PageId page) {
+  if (!is_kept(page)) throw std::invalid_argument("page " + std::to_string(page) + " is not kept");
+  flags_[page] &= static_cast<uint8_t>(~kKept);
+  if (references_[page] > 0) return;
+  --num_cached_;
+  make_free(page);
+}
+
+void PageGroup::zero_when_freed(std::span<const PageId> pages) noexcept {
+  for (PageId page : pages) flags_[page] |= kZeroed;
 }
 
 void PageGroup::copy_page(PageId from, PageId to) noexcept {
@@ -157,6 +202,7 @@ void PageGroup::verify(const std::vector<int32_t>* expected) const {
       fail("an array has " + std::to_string(array.pages()) + " of " + std::to_string(committed) +
            " pages");
 
+  int64_t cached = 0;
   std::vector<bool> is_free(references_.size());
   for (PageId page : free_) {
     if (page < 0 || page >= committed)
@@ -166,15 +212,20 @@ void PageGroup::verify(const std::vector<int32_t>* expected) const {
   }
   for (int64_t page = 0; page < committed; ++page) {
     const int32_t count = references_[page];
-    if (count < 0 || (count == 0) != is_free[page])
-      fail("page " + std::to_string(page) + " has " + std::to_string(count) +
-           " references and is " + (is_free[page] ? "free" : "not free"));
+    const bool kept = is_kept(static_cast<PageId>(page));
+    cached += kept && count == 0;
+    if (count < 0 || (count == 0 && !kept) != is_free[page])
+      fail("page " + std::to_string(page) + " has " + std::to_string(count) + " references, is " +
+           (kept ? "kept" : "not kept") + " and is " + (is_free[page] ? "free" : "not free"));
     const auto i = static_cast<size_t>(page);
     const int32_t wanted = expected == nullptr ? count : i < expected->size() ? (*expected)[i] : 0;
     if (count != wanted)
       fail("page " + std::to_string(page) + " has " + std::to_string(count) +
            " references, expected are " + std::to_string(wanted));
   }
+  if (cached != num_cached_)
+    fail(std::to_string(num_cached_) + " pages counted as cached, there are " +
+         std::to_string(cached));
   if (expected != nullptr)
     for (size_t i = references_.size(); i < expected->size(); ++i)
       if ((*expected)[i] != 0)

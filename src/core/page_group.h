@@ -1,8 +1,8 @@
 // The pages of one layer group: their memory in every array of every layer, their reference counts
 // and the list of free ones. Knows no budget; PagePool decides how many pages there may be.
 //
-// Invariants: num_committed() = held + free; a page is on the free list exactly when its count is
-// 0; capacity() >= num_committed(). Not thread-safe.
+// Invariants: num_committed() = held + cached + free; a page is on the free list exactly when its
+// count is 0 and nobody keeps it; capacity() >= num_committed(). Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ class PageGroup {
   int64_t num_free() const noexcept {
     return static_cast<int64_t>(free_.size());
   }  // of the committed
-  int64_t num_held() const noexcept { return num_committed() - num_free(); }
+  int64_t num_cached() const noexcept { return num_cached_; }
+  int64_t num_held() const noexcept { return num_committed() - num_free() - num_cached_; }
   int64_t reserved_bytes() const noexcept;
   int64_t resident_bytes() const;
   int32_t references(PageId page) const noexcept {
@@ -54,11 +55,24 @@ class PageGroup {
   // As PagePool's calls of these names.
   void retain(std::span<const PageId> pages);
   void release(std::span<const PageId> pages);
+  void keep(PageId page);
+  void unkeep(PageId page);
+  bool is_kept(PageId page) const noexcept {
+    return page >= 0 && page < num_committed() && (flags_[page] & kKept) != 0;
+  }
+  void zero_when_freed(std::span<const PageId> pages) noexcept;
   void copy_page(PageId from, PageId to) noexcept;
+  // Who hears of pages that become cached or held again, with the group's number.
+  void set_keeper(PageKeeper* keeper, int group) noexcept { keeper_ = keeper, group_ = group; }
 
   void verify(const std::vector<int32_t>* expected) const;
 
  private:
+  static constexpr uint8_t kKept = 1, kZeroed = 2;
+
+  void add_reference(PageId page) noexcept;
+  void drop_reference(PageId page) noexcept;
+  void make_free(PageId page) noexcept;
   std::byte* add_array(int64_t page_bytes);
   PageArray make_array(PageFormat format, int head_dim, int num_kv_heads, int page_size);
 
@@ -69,7 +83,11 @@ class PageGroup {
   std::vector<PageMemory> arrays_;  // K, its scales, V, its scales, layer by layer
   std::vector<LayerPages> layers_;
   std::vector<int32_t> references_;  // of each committed page
+  std::vector<uint8_t> flags_;       // of each: kKept, kZeroed (when it becomes free)
   std::vector<PageId> free_;         // a stack; its storage has room for every committed page
+  int64_t num_cached_ = 0;
+  PageKeeper* keeper_ = nullptr;
+  int group_ = 0;
 };
 
 }  // namespace pagedkv

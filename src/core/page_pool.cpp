@@ -27,6 +27,10 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kFirstCommitTokens = 64;
 constexpr int64_t kMaxCommitBytes = int64_t{8} << 20;
 
+// Where cached pages give room, the machine is not asked again for so many allocations after it refused
+// to: asking reads about ten files.
+constexpr int64_t kAllocationsBetweenAsking = 64;
+
 std::string count_of(int64_t n, const char* what) {
   return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
 }
@@ -70,7 +74,10 @@ struct PagePool::Impl {
   PoolLimit limit() const;
   std::string limit_text(PoolLimit limit) const;
 
+  bool is_enough(std::span<const PageRequest> requests) noexcept;
   bool make_room(std::span<const PageRequest> requests);
+  bool grow_for(std::span<const PageRequest> requests, bool with_cached);
+  int64_t reclaimable(const PageGroup& group, int64_t missing) const noexcept;
   bool grow(std::span<Plan> plans);
   bool check_capacity(const Plan& plan);
   bool check_budget(std::span<const Plan> plans, int64_t left, PoolLimit limit);
@@ -80,6 +87,7 @@ struct PagePool::Impl {
 
   int64_t committed_bytes() const noexcept;
   int64_t held_bytes() const noexcept;
+  int64_t held_pages() const noexcept;
   int group_index(const PageGroup* group) const noexcept {
     return static_cast<int>(group - groups.data());
   }
@@ -92,7 +100,8 @@ struct PagePool::Impl {
   std::vector<PageGroup> groups;
   std::vector<std::pair<int, int>> layers;  // layer of the model: group, layer of the group
   int64_t bytes_per_page = 0;               // one page of each group
-  int64_t pages_held = 0;
+  PageKeeper* keeper = nullptr;
+  int64_t ask_after = 0;   // allocations
   PagePoolStats counters;  // those that are counted, not derived
   uint64_t random;
   Refusal refusal = Refusal::kNone;
@@ -189,6 +198,12 @@ int64_t PagePool::Impl::held_bytes() const noexcept {
   return sum;
 }
 
+int64_t PagePool::Impl::held_pages() const noexcept {
+  int64_t sum = 0;
+  for (const PageGroup& g : groups) sum += g.num_held();
+  return sum;
+}
+
 // ---- allocation
 
 bool PagePool::try_allocate(int group, std::span<PageId> out, int64_t room) {
@@ -198,36 +213,67 @@ bool PagePool::try_allocate(int group, std::span<PageId> out, int64_t room) {
 
 bool PagePool::try_allocate(std::span<const PageRequest> requests) {
   Impl& p = *impl_;
-  bool enough = true;
-  for (const PageRequest& r : requests)
-    enough = enough && static_cast<int64_t>(r.out.size()) <= p.group(r.group).num_free();
-  if (!enough && !p.make_room(requests)) return false;
-  for (const PageRequest& r : requests) {
-    p.group(r.group).take(r.out, p.options.shuffle_seed != 0 ? &p.random : nullptr);
-    p.pages_held += static_cast<int64_t>(r.out.size());
+  if (!p.is_enough(requests) && !p.make_room(requests)) {
+    ++p.counters.refusals;
+    return false;
   }
-  p.counters.pages_peak = std::max(p.counters.pages_peak, p.pages_held);
+  for (const PageRequest& r : requests)
+    p.group(r.group).take(r.out, p.options.shuffle_seed != 0 ? &p.random : nullptr);
+  p.counters.pages_peak = std::max(p.counters.pages_peak, p.held_pages());
   p.counters.bytes_peak = std::max(p.counters.bytes_peak, p.held_bytes());
   ++p.counters.allocations;
   p.refusal = Refusal::kNone;
   return true;
 }
 
-// Commits what the requests need beyond the free pages; on failure nothing has changed.
+bool PagePool::Impl::is_enough(std::span<const PageRequest> requests) noexcept {
+  return std::ranges::all_of(requests, [&](const PageRequest& r) {
+    return static_cast<int64_t>(r.out.size()) <= group(r.group).num_free();
+  });
+}
+
+// Growth first, for what is cached may be of use again; then as many cached pages as growth cannot replace. On failure
+// nothing has changed.
 bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
+  const bool can_reclaim = std::ranges::any_of(requests, [&](const PageRequest& r) {
+    return reclaimable(group(r.group), static_cast<int64_t>(r.out.size())) > 0;
+  });
+  if ((!can_reclaim || counters.allocations >= ask_after) && grow_for(requests, false)) return true;
+  if (!can_reclaim) return false;
+  if (counters.allocations >= ask_after)
+    ask_after = counters.allocations + kAllocationsBetweenAsking;
+  if (!grow_for(requests, true)) return false;
+  for (const PageRequest& r : requests) {
+    const int64_t missing = static_cast<int64_t>(r.out.size()) - group(r.group).num_free();
+    if (missing > 0) counters.pages_reclaimed += keeper->reclaim(r.group, missing);
+  }
+  assert(is_enough(requests));
+  return true;
+}
+
+// How many of `missing` pages cached ones can give.
+int64_t PagePool::Impl::reclaimable(const PageGroup& group, int64_t missing) const noexcept {
+  return keeper != nullptr ? std::min(missing, keeper->reclaimable(group_index(&group))) : 0;
+}
+
+// Commits what the requests need beyond the free pages, and beyond those that can be reclaimed where these count.
+bool PagePool::Impl::grow_for(std::span<const PageRequest> requests, bool with_cached) {
   std::vector<Plan> plans;
   for (const PageRequest& r : requests) {
     PageGroup& g = group(r.group);
     const auto num_pages = static_cast<int64_t>(r.out.size());
-    if (num_pages <= g.num_free()) continue;
-    Plan plan{&g, g.num_held() + num_pages, 0, g.capacity(), 0};
+    int64_t missing = num_pages - g.num_free();
+    if (with_cached) missing -= reclaimable(g, missing);
+    if (missing <= 0) continue;
+    Plan plan{&g, g.num_committed() + missing, 0, g.capacity(), 0};
     if (!check_capacity(plan)) return false;
     if (!options.dynamic) plan.required = g.capacity();  // the first allocation commits all
     if (r.room > 0)
-      plan.room = g.num_held() + std::clamp<int64_t>(r.room, num_pages, g.max_pages());
+      plan.room =
+          g.num_committed() - g.num_free() + std::clamp<int64_t>(r.room, num_pages, g.max_pages());
     plans.push_back(plan);
   }
-  return grow(plans);
+  return plans.empty() || grow(plans);
 }
 
 bool PagePool::Impl::grow(std::span<Plan> plans) {
@@ -316,7 +362,6 @@ bool PagePool::Impl::commit(std::span<const Plan> plans) {
 bool PagePool::Impl::refuse(Refusal why, std::string text) {
   refusal = why;
   refusal_text = std::move(text);
-  ++counters.refusals;
   return false;
 }
 
@@ -327,7 +372,9 @@ bool PagePool::try_grow(int group, int64_t num_pages, int64_t room) {
   if (num_pages <= g.num_committed()) return true;
   Impl::Plan plan{&g, num_pages, 0, g.capacity(), room};
   if (!p.options.dynamic) plan.required = std::max(num_pages, g.capacity());
-  return p.check_capacity(plan) && p.grow({&plan, 1});
+  const bool grown = p.check_capacity(plan) && p.grow({&plan, 1});
+  if (!grown) ++p.counters.refusals;
+  return grown;
 }
 
 void PagePool::shrink_to(int group, int64_t num_pages) {
@@ -339,14 +386,15 @@ void PagePool::shrink_to(int group, int64_t num_pages) {
 // ---- references
 
 void PagePool::retain(int group, std::span<const PageId> pages) {
-  impl_->group(group).retain(pages);
+  Impl& p = *impl_;
+  p.group(group).retain(pages);
+  if (p.keeper == nullptr) return;  // no page was cached
+  p.counters.pages_peak = std::max(p.counters.pages_peak, p.held_pages());
+  p.counters.bytes_peak = std::max(p.counters.bytes_peak, p.held_bytes());
 }
 
 void PagePool::release(int group, std::span<const PageId> pages) {
-  PageGroup& g = impl_->group(group);
-  const int64_t before = g.num_held();
-  g.release(pages);
-  impl_->pages_held -= before - g.num_held();
+  impl_->group(group).release(pages);
 }
 
 int32_t PagePool::references(int group, PageId page) const noexcept {
@@ -359,7 +407,41 @@ void PagePool::copy_page(int group, PageId from, PageId to) {
     if (g.references(page) == 0)
       throw std::invalid_argument("page " + std::to_string(page) +
                                   " is not held: it cannot be copied");
-  if (from != to) g.copy_page(from, to);
+  if (from == to) return;
+  g.copy_page(from, to);
+  ++impl_->counters.page_copies;
+}
+
+bool PagePool::is_shared(int group, PageId page) const noexcept {
+  const PageGroup& g = impl_->group(group);
+  return g.references(page) > 1 || g.is_kept(page);
+}
+
+void PagePool::zero_when_freed(int group, std::span<const PageId> pages) {
+  PageGroup& g = impl_->group(group);
+  for (PageId page : pages)
+    if (g.references(page) == 0)
+      throw std::invalid_argument("page " + std::to_string(page) + " is not held");
+  g.zero_when_freed(pages);
+}
+
+// ---- cached pages
+
+void PagePool::set_keeper(PageKeeper* keeper) {
+  Impl& p = *impl_;
+  if (keeper != nullptr && p.keeper != nullptr)
+    throw std::invalid_argument("this pool's pages have a keeper already");
+  p.keeper = keeper;
+  for (PageGroup& g : p.groups) g.set_keeper(keeper, p.group_index(&g));
+}
+
+void PagePool::keep(int group, PageId page) {
+  if (impl_->keeper == nullptr) throw std::invalid_argument("this pool's pages have no keeper");
+  impl_->group(group).keep(page);
+}
+void PagePool::unkeep(int group, PageId page) { impl_->group(group).unkeep(page); }
+bool PagePool::is_kept(int group, PageId page) const noexcept {
+  return impl_->group(group).is_kept(page);
 }
 
 // ---- what there is
@@ -385,12 +467,14 @@ int64_t PagePool::max_pages(int group) const noexcept { return impl_->group(grou
 
 int64_t PagePool::pages_free(int group) const noexcept {
   const PageGroup& g = impl_->group(group);
-  return g.capacity() - g.num_held();
+  return g.capacity() - g.num_held() - g.num_cached();
 }
 
 int64_t PagePool::bytes_per_token() const noexcept {
   return impl_->bytes_per_page / impl_->options.page_size;
 }
+
+int64_t PagePool::page_bytes(int group) const noexcept { return impl_->group(group).page_bytes(); }
 
 PagePool::Refusal PagePool::refusal() const noexcept { return impl_->refusal; }
 const std::string& PagePool::refusal_text() const noexcept { return impl_->refusal_text; }
@@ -401,6 +485,8 @@ PagePoolStats PagePool::stats() const noexcept {
     s.pages_capacity += g.capacity();
     s.pages_committed += g.num_committed();
     s.pages_held += g.num_held();
+    s.pages_cached += g.num_cached();
+    s.bytes_cached += g.num_cached() * g.page_bytes();
     s.bytes_reserved += g.reserved_bytes();
   }
   s.bytes_in_use = impl_->held_bytes();
@@ -424,10 +510,9 @@ void PagePool::verify(const std::vector<std::vector<int32_t>>* expected) const {
     p.groups[g].verify(expected != nullptr ? &(*expected)[g] : nullptr);
     held += p.groups[g].num_held();
   }
-  if (held != p.pages_held || held > p.counters.pages_peak)
-    throw std::logic_error("page pool: " + std::to_string(p.pages_held) +
-                           " pages counted as held (peak " + std::to_string(p.counters.pages_peak) +
-                           "), there are " + std::to_string(held));
+  if (held > p.counters.pages_peak)
+    throw std::logic_error("page pool: " + std::to_string(held) + " pages are held, the peak was " +
+                           std::to_string(p.counters.pages_peak));
 }
 
 }  // namespace pagedkv

@@ -10,6 +10,8 @@
 
 namespace [[gnu::visibility("default")]] pagedkv {
 
+class PrefixIndex;
+
 class BlockTable {
  public:
   // The pool must outlive the table. A table that was moved from may be assigned to or destroyed, no
@@ -38,6 +40,10 @@ class BlockTable {
   // std::invalid_argument for a length outside 0..length().
   void trim_to(int64_t length);
 
+  // From now on the bytes of this sequence's pages are zeroed when they become free, whoever holds them last: those it
+  // has, and those it will get.
+  void zero_when_freed();
+
   // A table that holds the first num_pages full pages together with this one (reference counts
   // rise; no byte is copied).
   [[nodiscard]] BlockTable share_prefix(int64_t num_pages) const;
@@ -54,6 +60,11 @@ class BlockTable {
   void slot_mapping(int group, int64_t first, std::span<int64_t> out) const;
 
  private:
+  friend PrefixIndex;
+  // Holds the first `length` tokens of these pages [group][page] too; the table must be empty.
+  void hold(std::vector<std::vector<PageId>> pages, int64_t length);
+  // Page `index` of a group gives way to one with the same content.
+  void replace(int group, int64_t index, PageId page);
   BlockTable share(size_t num_pages, int64_t length) const;
   bool refuse(PagePool::Refusal why, std::string text);
   bool check_limits(int64_t num_tokens);
@@ -66,6 +77,7 @@ class BlockTable {
   std::vector<std::vector<PageId>> pages_;  // [group][page of the sequence]
   int64_t length_ = 0;
   int64_t context_window_ = 0;
+  bool zeroes_freed_ = false;
   PagePool::Refusal refusal_ = PagePool::Refusal::kNone;
   std::string refusal_text_;
 };

@@ -6,7 +6,9 @@
 // have and commits memory by moving one boundary: growth neither moves nor copies a byte, and every
 // pointer stays valid for the pool's life.
 //
-// A page is free or held (references >= 1). Not thread-safe: one thread, the step loop, calls it.
+// A page is free, held (references >= 1) or cached: nobody holds it, but a PageKeeper, such as a
+// PrefixIndex, keeps its content until the room is needed. Not thread-safe: one thread, the step loop,
+// calls it.
 #pragma once
 
 #include <cstdint>
@@ -57,11 +59,13 @@ struct PagePoolStats {
   int64_t pages_capacity = 0;  // page ids that may be handed out without growth
   int64_t pages_committed = 0;
   int64_t pages_held = 0;
+  int64_t pages_cached = 0;
   int64_t pages_peak = 0;      // most held at once
   int64_t bytes_reserved = 0;  // address space
   int64_t bytes_committed =
       0;  // of committed pages; the kernel rounds up to whole OS pages, array by array
   int64_t bytes_in_use = 0;  // of held pages
+  int64_t bytes_cached = 0;  // of cached pages
   int64_t bytes_peak = 0;    // most in use at once
   int64_t bytes_limit = 0;   // most bytes the pool may commit, as last computed
   int64_t bytes_moved = 0;   // copied or moved by growth: always 0
@@ -69,9 +73,11 @@ struct PagePoolStats {
   int64_t grow_events = 0;
   int64_t shrink_events = 0;
   int64_t commit_events = 0;
-  int64_t refusals = 0;       // allocations that failed
-  double commit_seconds = 0;  // moving boundaries: what growth itself costs
-  double touch_seconds = 0;   // the kernel supplying zeroed memory behind them
+  int64_t refusals = 0;         // allocations that failed
+  int64_t page_copies = 0;      // copy_page(): copies on write and of partly matching pages
+  int64_t pages_reclaimed = 0;  // cached pages that gave way to an allocation
+  double commit_seconds = 0;    // moving boundaries: what growth itself costs
+  double touch_seconds = 0;     // the kernel supplying zeroed memory behind them
 };
 
 // The seed's growth formula: pages to have so that `required` fit, from `current`:
@@ -86,6 +92,21 @@ struct PageRequest {
   int group = 0;
   std::span<PageId> out;
   int64_t room = 0;
+};
+
+// Who keeps pages that nobody holds (PagePool::keep). The pool calls it from within its own calls: it must
+// not call the pool back, except for unkeep() in reclaim().
+class PageKeeper {
+ public:
+  virtual ~PageKeeper() = default;
+  // The last reference to a kept page is gone; the first one to a cached page is there.
+  virtual void on_cached(int group, PageId page) noexcept = 0;
+  virtual void on_held(int group, PageId page) noexcept = 0;
+  // Cached pages that may be taken.
+  virtual int64_t reclaimable(int group) const noexcept = 0;
+  // Stops keeping cached pages, those first that matter least, until at least `count` (at most
+  // reclaimable()) of this group are free. Returns how many went, over all groups.
+  virtual int64_t reclaim(int group, int64_t count) noexcept = 0;
 };
 
 class PagePool {
@@ -106,8 +127,8 @@ class PagePool {
   LayerPages layer_pages(int layer) const noexcept;  // stays valid across growth
 
   // Takes the pages of every request, each with one reference: all or nothing over all requests,
-  // which name different groups. Grows by grown_pages() where that is needed and allowed. False:
-  // nothing has changed, and refusal() and refusal_text() say why.
+  // which name different groups. Grows by grown_pages() where that is needed and allowed; where it is
+  // not, cached pages make room. False: nothing has changed, and refusal() and refusal_text() say why.
   [[nodiscard]] bool try_allocate(std::span<const PageRequest> requests);
   [[nodiscard]] bool try_allocate(int group, std::span<PageId> out, int64_t room = 0);
 
@@ -118,7 +139,7 @@ class PagePool {
   // page lies behind them, and lowers the group's capacity accordingly (never raises it).
   void shrink_to(int group, int64_t num_pages);
 
-  // One more reference to each page. The pages must be held.
+  // One more reference to each page. The pages must be held or cached.
   void retain(int group, std::span<const PageId> pages);
   // One reference less; pages without any become free. Throws std::invalid_argument, having changed
   // nothing, when a page is not held (as often as listed).
@@ -126,12 +147,26 @@ class PagePool {
   int32_t references(int group, PageId page) const noexcept;  // 0: not held
   // Copies the bytes of a page in every layer of the group, scales included. Both must be held.
   void copy_page(int group, PageId from, PageId to);
+  // Whether somebody beside the one who asks, and who holds it, counts on the page's content.
+  bool is_shared(int group, PageId page) const noexcept;
+  // The bytes of these pages, which must be held, become zeros when they become free.
+  void zero_when_freed(int group, std::span<const PageId> pages);
+
+  // ---- cached pages; at most one keeper, which must end before the pool and unkeep its pages first
+
+  void set_keeper(PageKeeper* keeper);  // null: none any more
+  // A held page will not be free but cached when its last reference goes, until unkeep(), which
+  // frees a cached page. Throw std::invalid_argument where the page is not held, or not kept.
+  void keep(int group, PageId page);
+  void unkeep(int group, PageId page);
+  bool is_kept(int group, PageId page) const noexcept;
 
   int64_t capacity(int group) const noexcept;    // pages usable without growth
   int64_t committed(int group) const noexcept;   // pages that have their memory: the first ones
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
   int64_t pages_free(int group) const noexcept;  // of capacity
   int64_t bytes_per_token() const noexcept;      // over all layers, scales included
+  int64_t page_bytes(int group) const noexcept;  // over the group's layers, scales included
 
   // Why the last try_allocate refused; the text names pages or bytes and the limit.
   enum class Refusal { kNone, kCapacity, kBudget };

@@ -10,6 +10,7 @@
 namespace [[gnu::visibility("default")]] pagedkv {
 
 using PageId = int32_t;  // a page of a layer group; valid in every layer of the group
+inline constexpr PageId kNoPage = -1;
 
 // The K or the V pages of one layer.
 struct PageArray {
