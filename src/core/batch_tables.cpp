@@ -31,10 +31,11 @@ CsrTables csr_tables(std::span<const BlockTable* const> tables, int group) {
   out.indptr.reserve(tables.size() + 1);
   out.indptr.push_back(0);
   for (const BlockTable* table : tables) {
-    const std::span<const PageId> pages = pages_of(*table, group);
+    const std::span<const PageId> all = pages_of(*table, group);
+    const auto pages = all.subspan(static_cast<size_t>(table->num_passed(group)));
     out.indices.insert(out.indices.end(), pages.begin(), pages.end());
     out.indptr.push_back(checked(static_cast<int64_t>(out.indices.size()), "pages"));
-    const int64_t before = (static_cast<int64_t>(pages.size()) - 1) * table->page_size();
+    const int64_t before = (static_cast<int64_t>(all.size()) - 1) * table->page_size();
     out.last_page_len.push_back(
         pages.empty() ? 0 : checked(table->length() - before, "tokens of a page"));
   }

@@ -13,9 +13,19 @@ int64_t pages_for(int64_t tokens, int64_t page_size) noexcept {
 
 }  // namespace
 
+int64_t most_pages_held(int64_t length, int64_t step_tokens, int page_size,
+                        int sliding_window) noexcept {
+  const int64_t all = pages_for(length, page_size);
+  if (sliding_window == 0) return all;
+  // The tokens before a step that its first query sees, and the step's, wherever pages begin.
+  const int64_t span = sliding_window - 1 + std::min(step_tokens, length);
+  return std::min(all, pages_for(span + page_size - 1, page_size));
+}
+
 BlockTable::BlockTable(PagePool& pool, int64_t context_window)
     : pool_(&pool),
       pages_(static_cast<size_t>(pool.num_groups())),
+      passed_(static_cast<size_t>(pool.num_groups())),
       context_window_(context_window) {
   if (context_window < 0)
     throw std::invalid_argument("context_window " + std::to_string(context_window) +
@@ -25,6 +35,7 @@ BlockTable::BlockTable(PagePool& pool, int64_t context_window)
 BlockTable::BlockTable(BlockTable&& other) noexcept
     : pool_(other.pool_),
       pages_(std::exchange(other.pages_, {})),
+      passed_(std::exchange(other.passed_, {})),
       length_(std::exchange(other.length_, 0)),
       context_window_(other.context_window_),
       zeroes_freed_(other.zeroes_freed_),
@@ -35,6 +46,7 @@ BlockTable& BlockTable::operator=(BlockTable&& other) noexcept {
   BlockTable taken(std::move(other));
   std::swap(pool_, taken.pool_);
   std::swap(pages_, taken.pages_);
+  std::swap(passed_, taken.passed_);
   std::swap(length_, taken.length_);
   std::swap(context_window_, taken.context_window_);
   std::swap(zeroes_freed_, taken.zeroes_freed_);
@@ -44,7 +56,8 @@ BlockTable& BlockTable::operator=(BlockTable&& other) noexcept {
 }
 
 BlockTable::~BlockTable() {
-  for (size_t g = 0; g < pages_.size(); ++g) pool_->release(static_cast<int>(g), pages_[g]);
+  for (size_t g = 0; g < pages_.size(); ++g)
+    pool_->release(static_cast<int>(g), std::span(pages_[g]).subspan(passed_[g]));
 }
 
 int64_t BlockTable::capacity() const noexcept {
@@ -61,19 +74,22 @@ bool BlockTable::refuse(PagePool::Refusal why, std::string text) {
 
 // What can never fit is refused before the pool is asked, and before any list grows for it.
 bool BlockTable::check_limits(int64_t num_tokens) {
-  const auto check = [&](int64_t most, const char* limit) {
+  const auto check = [&](int64_t most, const char* limit, int64_t passed = 0) {
     if (num_tokens <= most - length_) return true;
     const std::string sum = num_tokens <= INT64_MAX - length_
                                 ? std::to_string(length_ + num_tokens)
                                 : std::to_string(length_) + " + " + std::to_string(num_tokens);
     return refuse(PagePool::Refusal::kCapacity,
-                  "sequence needs " + sum + " tokens, " + limit + std::to_string(most));
+                  "sequence needs " + sum + " tokens, " + limit + std::to_string(most) +
+                      (passed > 0 ? " (" + std::to_string(passed) + " of them given back)" : ""));
   };
   if (context_window_ > 0 && !check(context_window_, "the context window is ")) return false;
-  int64_t most_pages = pool_->max_pages(0);
+  int tightest = 0;
+  const auto most_pages = [&](int g) { return pool_->max_pages(g) + passed_[g]; };
   for (int g = 1; g < pool_->num_groups(); ++g)
-    most_pages = std::min(most_pages, pool_->max_pages(g));
-  return check(most_pages * pool_->page_size(), "the pool holds at most ");
+    if (most_pages(g) < most_pages(tightest)) tightest = g;
+  return check(most_pages(tightest) * page_size(), "the pool holds at most ",
+               passed_[tightest] * page_size());
 }
 
 bool BlockTable::last_page_is_shared(int group) const noexcept {
@@ -153,22 +169,66 @@ void BlockTable::append(int64_t num_tokens) {
   throw MemoryError(refusal_text_);
 }
 
+// The first entry with a token that a query at `position` sees, or the query's own.
+int64_t BlockTable::first_page_seen(int group, int64_t position) const noexcept {
+  const int window = pool_->sliding_window(group);
+  return window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window) / pool_->page_size();
+}
+
+int64_t BlockTable::release_passed() {
+  int64_t num_released = 0;
+  for (int g = 0; g < pool_->num_groups(); ++g) {
+    const int64_t first = first_page_seen(g, length_), count = first - passed_[g];
+    if (count <= 0) continue;
+    const std::span<PageId> passed = std::span(pages_[g]).subspan(passed_[g], count);
+    pool_->release(g, passed);
+    std::ranges::fill(passed, kNoPage);
+    passed_[g] = first;
+    num_released += count;
+  }
+  return num_released;
+}
+
+// A group without a page that a query at `length` sees, or -1. What lies from `length` on is taken anew.
+int BlockTable::group_that_cannot_trim_to(int64_t length) const noexcept {
+  const int64_t kept = pages_for(length, pool_->page_size());
+  for (int g = 0; g < pool_->num_groups(); ++g)
+    if (first_page_seen(g, length) < std::min(passed_[g], kept)) return g;
+  return -1;
+}
+
+bool BlockTable::can_trim_to(int64_t length) const noexcept {
+  return length >= 0 && length <= length_ && group_that_cannot_trim_to(length) < 0;
+}
+
+void BlockTable::check_trim(int64_t length) const {
+  const int group = group_that_cannot_trim_to(length);
+  if (group < 0) return;
+  throw std::invalid_argument(
+      "length " + std::to_string(length) + ": the window of layer group " + std::to_string(group) +
+      " begins at token " + std::to_string(length + 1 - pool_->sliding_window(group)) +
+      ", and tokens before " + std::to_string(passed_[group] * pool_->page_size()) +
+      " were given back");
+}
+
 void BlockTable::trim_to(int64_t length) {
   if (length < 0 || length > length_)
     throw std::invalid_argument("length " + std::to_string(length) + ": must be in 0.." +
                                 std::to_string(length_));
-  const auto kept = static_cast<size_t>(pages_for(length, pool_->page_size()));
+  check_trim(length);
+  const int64_t kept = pages_for(length, pool_->page_size());
   for (int g = 0; g < pool_->num_groups(); ++g) {
     auto& pages = pages_[g];
-    pool_->release(g, std::span(pages).subspan(kept));
+    pool_->release(g, std::span(pages).subspan(std::max(kept, passed_[g])));
     pages.resize(kept);
+    passed_[g] = std::min(kept, passed_[g]);
   }
   length_ = length;
 }
 
 void BlockTable::zero_when_freed() {
   zeroes_freed_ = true;
-  for (int g = 0; g < pool_->num_groups(); ++g) pool_->zero_when_freed(g, pages_[g]);
+  for (int g = 0; g < pool_->num_groups(); ++g) pool_->zero_when_freed(g, std::span(pages_[g]).subspan(passed_[g]));
 }
 
 BlockTable BlockTable::share_prefix(int64_t num_pages) const {
@@ -176,6 +236,7 @@ BlockTable BlockTable::share_prefix(int64_t num_pages) const {
   if (num_pages < 0 || num_pages > full)
     throw std::invalid_argument("num_pages " + std::to_string(num_pages) + ": full pages are 0.." +
                                 std::to_string(full));
+  check_trim(num_pages * pool_->page_size());
   return share(static_cast<size_t>(num_pages), num_pages * pool_->page_size());
 }
 
@@ -195,7 +256,9 @@ BlockTable BlockTable::share(size_t num_pages, int64_t length) const {
 
 void BlockTable::hold(std::vector<std::vector<PageId>> pages, int64_t length) {
   for (int g = 0; g < pool_->num_groups(); ++g) {
-    pool_->retain(g, pages[g]);
+    const auto first = std::ranges::find_if(pages[g], [](PageId page) { return page != kNoPage; });
+    passed_[g] = first - pages[g].begin();
+    pool_->retain(g, std::span(first, pages[g].end()));
     pages_[g] = std::move(pages[g]);
   }
   length_ = length;
@@ -214,6 +277,10 @@ void BlockTable::slot_mapping(int group, int64_t first, std::span<int64_t> out) 
                                 std::to_string(first) + ": the sequence has " +
                                 std::to_string(length_));
   const int64_t page_size = pool_->page_size();
+  if (count > 0 && first < passed_[group] * page_size)
+    throw std::invalid_argument("slot of token " + std::to_string(first) + ": tokens before " +
+                                std::to_string(passed_[group] * page_size) + " of layer group " +
+                                std::to_string(group) + " were given back");
   const std::vector<PageId>& pages = pages_[group];
   for (int64_t i = 0; i < count; ++i) {
     const int64_t token = first + i;

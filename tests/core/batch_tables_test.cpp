@@ -42,6 +42,22 @@ TEST_F(BatchTables, DensePadsRowsToTheLongest) {
   EXPECT_EQ(dense.block_table, (std::vector<PageId>{p[0], p[1], p[2], -1, -1, -1, q[0], q[1], -1}));
 }
 
+TEST(WindowTables, DenseShowsWhatWasGivenBackAndCsrBeginsBehindIt) {
+  PagePool pool(options(16, 4, testing::group(1, testing::layer(1, 32), 5)));
+  BlockTable a(pool), b(pool);
+  a.append(14);
+  b.append(3);
+  ASSERT_EQ(a.release_passed(), 2);  // the next token sees 10..14
+  const std::vector<const BlockTable*> all = {&a, &b};
+  const auto p = a.pages(0), q = b.pages(0);
+  EXPECT_EQ(dense_tables(all).block_table,
+            (std::vector<PageId>{kNoPage, kNoPage, p[2], p[3], q[0], 0, 0, 0}));
+  const CsrTables csr = csr_tables(all);
+  EXPECT_EQ(csr.indptr, (std::vector<int32_t>{0, 2, 3}));
+  EXPECT_EQ(csr.indices, (std::vector<PageId>{p[2], p[3], q[0]}));
+  EXPECT_EQ(csr.last_page_len, (std::vector<int32_t>{2, 3}));
+}
+
 TEST_F(BatchTables, ABatchOfNothingHasOneBound) {
   EXPECT_EQ(csr_tables({}).indptr, std::vector<int32_t>{0});
   EXPECT_EQ(dense_tables({}).stride, 0);

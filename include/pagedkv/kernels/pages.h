@@ -9,8 +9,8 @@
 
 namespace [[gnu::visibility("default")]] pagedkv {
 
-using PageId = int32_t;  // a page of a layer group; valid in every layer of the group
-inline constexpr PageId kNoPage = -1;
+using PageId = int32_t;                // a page of a layer group; valid in every layer of the group
+inline constexpr PageId kNoPage = -1;  // block-table entry whose page was given back: never read
 
 // The K or the V pages of one layer.
 struct PageArray {
