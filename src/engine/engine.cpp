@@ -116,12 +116,7 @@ Engine::Running Engine::make_request(GenerationRequest request, RequestSink& sin
   if (n > options_.context)
     throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the context holds " +
                         std::to_string(options_.context));
-  for (int g = 0; g < pool_.num_groups(); ++g) {
-    const int64_t most = pool_.max_pages(g) * pool_.page_size();
-    if (n > most)
-      throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the pool can hold " +
-                          std::to_string(most));
-  }
+  check_pool_holds(n);
   TextStream text(request.stop);
   auto sampler = make_sampler_(request.sampler);
   for (int32_t t : request.prompt) sampler->accept(t);
@@ -129,6 +124,24 @@ Engine::Running Engine::make_request(GenerationRequest request, RequestSink& sin
   BlockTable table = take_held(request);
   return {next_id_++,      std::move(request), &sink, std::move(table), std::move(sampler),
           std::move(text), std::move(tokens)};
+}
+
+// That the pages which a prompt needs at once could be there.
+void Engine::check_pool_holds(int64_t num_prompt) const {
+  const int page_size = pool_.page_size();
+  for (int g = 0; g < pool_.num_groups(); ++g) {
+    const int window = pool_.sliding_window(g);
+    const int64_t needed = most_pages_held(num_prompt, options_.prefill_chunk, page_size, window),
+                  most = pool_.max_pages(g);
+    if (needed <= most) continue;
+    const std::string prompt = "the prompt has " + std::to_string(num_prompt) + " tokens, ";
+    if (window == 0)
+      throw CapacityError(prompt + "the pool can hold " + std::to_string(most * page_size));
+    throw CapacityError(prompt + "of which a window of " + std::to_string(window) +
+                        " and steps of " + std::to_string(options_.prefill_chunk) + " need " +
+                        std::to_string(needed) + " pages at once; the pool can hold " +
+                        std::to_string(most));
+  }
 }
 
 // The prompt is there: its branches hold its pages, but for the last token, which each computes for its own logits.
@@ -159,7 +172,8 @@ BlockTable Engine::take_held(const GenerationRequest& request) {
   const int64_t same = request.prompt_logprobs ? 0 : ours - held->tokens_.begin();
   BlockTable table = std::move(*held->table_);
   *held = {};
-  table.trim_to(std::min(same, static_cast<int64_t>(request.prompt.size()) - 1));
+  const int64_t kept = std::min(same, static_cast<int64_t>(request.prompt.size()) - 1);
+  table.trim_to(table.can_trim_to(kept) ? kept : 0);
   return table;
 }
 
@@ -238,6 +252,7 @@ void Engine::run(std::vector<Work>& work) {
   for (const auto& w : work) {
     const auto size = static_cast<size_t>(w.num_outputs) * model_.info().vocab_size;
     take_outputs(w, logits.first(size));
+    if (!w.request->done) w.request->table.release_passed();
     logits = logits.subspan(size);
   }
 }

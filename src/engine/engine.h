@@ -66,6 +66,7 @@ class Engine {
   struct Work;
 
   Running make_request(GenerationRequest request, RequestSink& sink);
+  void check_pool_holds(int64_t num_prompt) const;
   void branch_from(const Running& request);
   void release_branches(const Running& request);
   BlockTable take_held(const GenerationRequest& request);

@@ -36,8 +36,8 @@ struct GenerationRequest {
   bool ignore_end = false;        // go on after end-of-generation tokens
   bool logprobs = false;          // compute log-probabilities of generated tokens
   bool prompt_logprobs = false;   // and of the prompt's
-  // Not null: what it holds and the prompt begins with is not computed again (but with prompt_logprobs), and when the
-  // request ends, it holds what was computed.
+  // Not null: what it holds and the prompt begins with is not computed again (but with prompt_logprobs, or where a
+  // sliding window has passed what goes before it), and when the request ends, it holds what was computed.
   HeldSequence* held = nullptr;
 };
 

@@ -218,13 +218,95 @@ TEST(Engine, SampledTextIsRepeatableBySeed) {
   EXPECT_NE(sampled(1), sampled(2));
 }
 
-TEST(Engine, WindowedLayersLiveInAGroupOfTheirOwn) {
-  Fixture f({}, {}, {.sliding_window = 32});
-  EXPECT_EQ(f.pool.num_groups(), 2);
+// What a model with a window says is what one step over prompt and answer says, before which nothing was given back.
+TEST(Engine, AWindowGivesItsPagesBackAndTheTextStays) {
+  const std::string prompt(300, 'x');
+  for (const int page_size : {3, 16})
+    for (const int chunk : {7, 16, 50, 0}) {
+      KvSettings kv;
+      kv.page_size = page_size;
+      kv.shuffle_seed = 3;
+      const ToyOptions toy{.max_step_tokens = 600, .sliding_window = 32};
+      Fixture f(kv, {.prefill_chunk = chunk}, toy), whole({}, {}, toy);
+      ASSERT_EQ(f.pool.num_groups(), 2);
+      Recorder got, want;
+      GenerationRequest request = f.request(prompt, 200);
+      request.prompt_logprobs = false;
+      f.engine.submit(std::move(request), got);
+      f.run_all();
+      ASSERT_EQ(got.tokens.size(), 200u);
+      whole.engine.submit(whole.request(prompt + got.text, 1), want);
+      whole.run_all();
+      EXPECT_EQ(got.logprobs,
+                std::vector<double>(want.prompt_logprobs.end() - 200, want.prompt_logprobs.end()))
+          << page_size << ' ' << chunk;
+      const int64_t all = (499 + page_size - 1) / page_size, step = chunk == 0 ? 300 : chunk;
+      EXPECT_LE(f.pool.stats().pages_peak, all + most_pages_held(499, step, page_size, 32));
+      EXPECT_EQ(f.pool.stats().pages_held, 0);
+    }
+}
+
+TEST(Engine, ASequenceMayOutgrowAFixedPoolOfWindows) {
+  KvSettings kv;
+  kv.sliding_window = 32;
+  kv.num_pages = 8;  // 128 tokens
+  kv.dynamic = false;
+  Fixture f(kv, {.prefill_chunk = 64});
   Recorder r;
-  f.engine.submit(f.request("abc", 100), r);
+  f.engine.submit(f.request(std::string(300, 'a'), 500), r);
   f.run_all();
-  EXPECT_EQ(r.tokens, alone("abc", 100).tokens);
+  EXPECT_EQ(r.reason, FinishReason::kLength);
+  EXPECT_EQ(r.tokens.size(), 500u);
+  EXPECT_LE(f.pool.stats().pages_peak, most_pages_held(800, 64, 16, 32));
+
+  Fixture long_steps(kv, {.prefill_chunk = 128});
+  try {
+    long_steps.engine.submit(f.request(std::string(300, 'a'), 1), r);
+    FAIL() << "a step of 128 tokens was taken";
+  } catch (const CapacityError& e) {
+    EXPECT_STREQ(
+        e.what(),
+        "the prompt has 300 tokens, of which a window of 32 and steps of 128 need 11 pages "
+        "at once; the pool can hold 8");
+  }
+}
+
+// Fails, once everything is stored, whenever several sequences share a step.
+class FailsTogether final : public Model {
+ public:
+  explicit FailsTogether(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+  const ModelInfo& info() const noexcept override { return model_->info(); }
+  int max_step_tokens() const noexcept override { return model_->max_step_tokens(); }
+  std::span<const float> step(const StepBatch& batch, PagePool& pool) override {
+    const auto logits = model_->step(batch, pool);
+    if (batch.sequences.size() > 1) throw std::runtime_error("together");
+    return logits;
+  }
+
+ private:
+  std::unique_ptr<Model> model_;
+};
+
+TEST(Engine, AStepThatFailsIsUndoneWithItsWindowStillThere) {
+  const auto texts = [](std::unique_ptr<Model> model) {
+    const auto tokenizer = make_toy_tokenizer();
+    PagePool pool(pool_options(model->info(), {}));
+    Engine engine(*model, *tokenizer, pool, make_toy_sampler, {.prefill_chunk = 20});
+    Recorder answers[2];
+    for (const char c : {'a', 'b'}) {
+      GenerationRequest r;
+      r.prompt = tokenizer->tokenize(std::string(90, c), true, true);
+      r.max_new_tokens = 60;
+      engine.submit(std::move(r), answers[c - 'a']);
+    }
+    while (engine.step()) pool.verify();
+    EXPECT_EQ(answers[0].reason, FinishReason::kLength);
+    EXPECT_EQ(answers[1].reason, FinishReason::kLength);
+    return answers[0].text + ' ' + answers[1].text;
+  };
+  const ToyOptions toy{.sliding_window = 16};
+  EXPECT_EQ(texts(std::make_unique<FailsTogether>(make_toy_model(toy))),
+            texts(make_toy_model(toy)));
 }
 
 // A conversation that holds its tokens: what each turn says is what a fresh request with the same prompt says.
@@ -262,6 +344,19 @@ TEST(Engine, HeldTokensAreNotComputedAgain) {
   c.held.clear();
   EXPECT_EQ(c.f.pool.stats().pages_held, 0);
   EXPECT_EQ(c.turn("other", 5), 5);
+}
+
+TEST(Engine, WhatAWindowHasPassedIsComputedAgain) {
+  KvSettings kv;
+  kv.sliding_window = 32;
+  Conversation c{Fixture(kv), {}, {}};
+  const std::string prompt(100, 'a');
+  EXPECT_EQ(c.turn(prompt, 50, kv), 100);
+  EXPECT_LE(c.f.pool.stats().pages_held, 4);
+  EXPECT_EQ(c.turn(c.said + "!", 10, kv), 2);  // the window before it is there
+  EXPECT_EQ(c.turn(prompt, 10, kv), 100);      // before this one it is not
+  c.held.clear();
+  EXPECT_EQ(c.f.pool.stats().pages_held, 0);
 }
 
 TEST(Engine, HoldsWhatACancelledRequestHadComputed) {
@@ -314,6 +409,31 @@ TEST(Engine, AnswersToOnePromptShareItsPagesAndAreWhatTheyAreAlone) {
       EXPECT_EQ(want.tokens.size(), 40u);
     }
     EXPECT_NE(answers[0].tokens, answers[1].tokens);
+  }
+}
+
+TEST(Engine, AnswersShareWhatAWindowLeaves) {
+  const ToyOptions toy{.sliding_window = 32};
+  Fixture f({}, {.prefill_chunk = 50}, toy);
+  const auto request = [](const Fixture& from) {
+    GenerationRequest r = from.request(std::string(200, 'x'), 60);
+    r.sampler.temperature = 1.5f;
+    r.prompt_logprobs = false;
+    return r;
+  };
+  Recorder answers[3];
+  RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2]};
+  f.engine.submit(request(f), sinks);
+  f.run_all();
+  EXPECT_EQ(f.pool.stats().pages_held, 0);
+  for (uint64_t i = 0; i < 3; ++i) {
+    Fixture other({}, {}, toy);
+    GenerationRequest r = request(other);
+    r.sampler.seed += i;
+    Recorder want;
+    other.engine.submit(r, want);
+    other.run_all();
+    EXPECT_TRUE(answers[i] == want) << i;
   }
 }
 

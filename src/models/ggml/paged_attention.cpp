@@ -126,7 +126,7 @@ void PagedAttention::prepare_work(Work& work, const LayerPages& pages, const Ste
   for (const auto& s : batch.sequences) {
     stride = std::max(stride, s.table->pages(work.group).size());
   }
-  work.block_table.assign(batch.sequences.size() * stride, PageId{-1});
+  work.block_table.assign(batch.sequences.size() * stride, kNoPage);
   for (size_t i = 0; i < batch.sequences.size(); ++i) {
     const BlockTable& table = *batch.sequences[i].table;
     const auto count = static_cast<int64_t>(batch.sequences[i].tokens.size());

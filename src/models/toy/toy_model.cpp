@@ -83,14 +83,17 @@ class ToyModel final : public Model {
 
   // Logits after the first `length` tokens.
   void append_logits(const BlockTable& table, int64_t length, const PagePool& pool) {
-    const LayerPages pages = pool.layer_pages(0);
-    const auto ids = table.pages(0);
     uint64_t hash = 0x9e3779b97f4a7c15ull;
     int32_t last = -1;
-    for (int64_t t = 0; t < length; ++t) {
-      last = stored_token(
-          pages.keys, int64_t{ids[t / pages.page_size]} * pages.page_size + t % pages.page_size);
-      hash = mix(hash ^ static_cast<uint64_t>(last + 1));
+    for (int layer = 0; layer < pool.num_layers(); ++layer) {
+      const int group = pool.group_of_layer(layer), window = pool.sliding_window(group);
+      const LayerPages pages = pool.layer_pages(layer);
+      const auto ids = table.pages(group);
+      for (int64_t t = window > 0 ? std::max<int64_t>(0, length - window) : 0; t < length; ++t) {
+        last = stored_token(
+            pages.keys, int64_t{ids[t / pages.page_size]} * pages.page_size + t % pages.page_size);
+        hash = mix(hash ^ static_cast<uint64_t>(last + 1));
+      }
     }
     const size_t first = logits_.size();
     logits_.resize(first + kToyVocabSize, 0.0f);

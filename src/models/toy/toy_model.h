@@ -1,6 +1,6 @@
-// A model without weights, for tests of everything above it: each next token is a hash of all tokens
-// before it, read back from the pages. So a lost, foreign or reordered page changes the text, and a
-// step takes microseconds.
+// A model without weights, for tests of everything above it: each next token is a hash of what every
+// layer sees before it (all tokens, or a window), read back from the pages. So a lost, foreign or
+// reordered page changes the text, and a step takes microseconds.
 //
 // Tokens are bytes 0..255 and kToyEnd; it writes letters and spaces.
 #pragma once
