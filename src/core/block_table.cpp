@@ -228,7 +228,8 @@ void BlockTable::trim_to(int64_t length) {
 
 void BlockTable::zero_when_freed() {
   zeroes_freed_ = true;
-  for (int g = 0; g < pool_->num_groups(); ++g) pool_->zero_when_freed(g, std::span(pages_[g]).subspan(passed_[g]));
+  for (int g = 0; g < pool_->num_groups(); ++g)
+    pool_->zero_when_freed(g, std::span(pages_[g]).subspan(passed_[g]));
 }
 
 BlockTable BlockTable::share_prefix(int64_t num_pages) const {

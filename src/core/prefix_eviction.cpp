@@ -1,6 +1,5 @@
 // What of a prefix index goes, and when: lists of cached pages, times, pins.
 #include <algorithm>
-#include <cassert>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -64,18 +63,18 @@ int64_t PrefixIndex::Impl::reclaim(int group, int64_t count) noexcept {
   return num_dropped - before;
 }
 
-// A page that full attention needs takes all that builds on it along: normally nothing, for that was listed before it.
 void PrefixIndex::Impl::evict_one(int group) noexcept {
-  const NodeId node = groups[group].listed.first();
-  assert(node != kNoNode);
   const int64_t before = num_dropped;
-  if (groups[group].sliding_window == 0) {
-    remove(node, MissReason::kEvicted);
-  } else {
-    drop_page(node, group);
-    prune(node);
-  }
+  let_go(groups[group].listed.first(), group, MissReason::kEvicted);
   counters.pages_evicted += num_dropped - before;
+}
+
+// A page that full attention needs takes all that builds on it along: normally nothing, for that was listed before it. A
+// page of a window goes alone.
+void PrefixIndex::Impl::let_go(NodeId node, int group, MissReason reason) noexcept {
+  if (groups[group].sliding_window == 0) return remove(node, reason);
+  drop_page(node, group);
+  prune(node);
 }
 
 // ---- removal
@@ -147,6 +146,7 @@ void PrefixIndex::Impl::clear(Scope& scope) noexcept {
     it = is_here ? pins.erase(it) : std::next(it);
   }
   const NodeId root = scope.root;
+  if (root == kNoNode) return;  // the pins were all that it had
   remove_below(root, MissReason::kCleared);
   prune(root);
 }
@@ -162,7 +162,7 @@ int64_t PrefixIndex::Impl::expire() noexcept {
     it = is_over ? pins.erase(it) : std::next(it);
   }
   while (!heap.empty() && tree.node(heap.front()).expires_at <= time)
-    remove(heap.front(), MissReason::kExpired);
+    let_go(heap.front(), main_group, MissReason::kExpired);
   counters.pages_expired += num_dropped - before;
   return num_dropped - before;
 }
@@ -273,15 +273,14 @@ void PrefixIndex::Impl::unpin_node(NodeId node) noexcept {
 // The last page first, so that it goes before those it builds on.
 void PrefixIndex::Impl::unpin(const Pin& pin) noexcept {
   for (NodeId at = pin.node; at != kNoNode; at = tree.node(at).parent) unpin_node(at);
+  prune(pin.node);
 }
 
 bool PrefixIndex::unpin(PinId id) noexcept {
   const auto it = impl_->pins.find(id);
   if (it == impl_->pins.end()) return false;
-  const NodeId node = it->second.node;
   impl_->unpin(it->second);
   impl_->pins.erase(it);
-  impl_->prune(node);
   return true;
 }
 

@@ -279,13 +279,19 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
 // Page `page` of the table as a child of `parent`; kNoNode where there is no room for it.
 NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> tokens,
                                    BlockTable& table, int64_t page, const Retention& retention) {
+  // A page that is known as another one is not ours to name, but for a shorter end of the same sequence.
+  const NodeId shorter = shorter_end(parent, tokens);
   int64_t new_bytes = 0;
-  for (int g = 0; g < num_groups(); ++g)
-    if (table.pages(g)[page] != kNoPage) {
-      if (pool.is_kept(g, table.pages(g)[page]))
-        return kNoNode;  // as another page: not ours to name
-      new_bytes += groups[g].page_bytes;
-    }
+  for (int g = 0; g < num_groups(); ++g) {
+    const PageId own = table.pages(g)[page];
+    if (own == kNoPage) continue;
+    if (pool.is_kept(g, own) && (shorter == kNoNode || groups[g].owner[own] != shorter))
+      return kNoNode;
+    new_bytes += groups[g].page_bytes;
+  }
+  reserve_owner(table, page);
+  if (heap.capacity() <= static_cast<size_t>(tree.num_nodes()))
+    heap.reserve(static_cast<size_t>(tree.num_nodes() + tree.num_nodes() / 4 + 64));
   busy = parent;  // what makes room may leave it without a child
   const bool has_room = make_room(scope_of(parent), new_bytes);
   busy = kNoNode;
@@ -295,20 +301,24 @@ NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> token
     ++counters.pages_refused;
     return kNoNode;
   }
-  reserve_owner(table, page);
-  const auto similar = tree.find_similar(parent, tokens);
-  if (heap.capacity() <= static_cast<size_t>(tree.num_nodes()))
-    heap.reserve(static_cast<size_t>(tree.num_nodes() + tree.num_nodes() / 4 + 64));
+  const NodeId replaced = shorter_end(parent, tokens);
   const NodeId node = tree.add(parent, tokens);
   tree.node(node).priority = static_cast<uint8_t>(retention.priority);
   tree.node(node).ttl_ns = ttl_of(retention);
+  if (replaced != kNoNode) remove_one(replaced, MissReason::kNone);
   for (int g = 0; g < num_groups(); ++g)
     if (table.pages(g)[page] != kNoPage) attach(node, g, table.pages(g)[page]);
-  // A shorter end of a sequence that this one goes beyond is of no more use.
-  if (similar.node != kNoNode && tree.node(similar.node).num_tokens == similar.num_common &&
-      tree.node(similar.node).pins == 0)
-    remove_one(similar.node, MissReason::kNone);
   return node;
+}
+
+// The end of a sequence that `tokens` go beyond, which is of no use beside them.
+NodeId PrefixIndex::Impl::shorter_end(NodeId parent,
+                                      std::span<const int32_t> tokens) const noexcept {
+  const auto similar = tree.find_similar(parent, tokens);
+  return similar.node != kNoNode && tree.node(similar.node).num_tokens == similar.num_common &&
+                 tree.node(similar.node).pins == 0
+             ? similar.node
+             : kNoNode;
 }
 
 void PrefixIndex::Impl::reserve_owner(const BlockTable& table, int64_t page) {
@@ -371,21 +381,28 @@ void PrefixIndex::Impl::add_tail(NodeId parent, std::span<const int32_t> tokens,
   add_node(parent, tokens, table, table.length() / page_size, retention);
 }
 
-// Whether `bytes` more may be kept, once older pages went for them.
-bool PrefixIndex::Impl::make_room(Scope& scope, int64_t new_bytes) {
+// Whether `new_bytes` more may be kept, once older pages went for them.
+bool PrefixIndex::Impl::make_room(Scope& scope, int64_t new_bytes) noexcept {
   if (options.max_bytes_per_salt > 0 && !scope.key.salt.empty())
     while (scope.bytes + new_bytes > options.max_bytes_per_salt) {
-      if (scope.listed.first == kNoNode) return false;
-      remove(scope.listed.first, MissReason::kQuotaExceeded);
+      const NodeId oldest = scope.listed.first;
+      if (!may_go(oldest, main_group)) return false;
+      let_go(oldest, main_group, MissReason::kQuotaExceeded);
     }
   if (options.max_bytes > 0)
     while (bytes + new_bytes > options.max_bytes) {
       int group = main_group;
       for (int g = 0; g < num_groups() && groups[group].listed.size() == 0; ++g) group = g;
-      if (groups[group].listed.size() == 0) return false;
+      if (!may_go(groups[group].listed.first(), group)) return false;
       evict_one(group);
     }
   return true;
+}
+
+// What builds on a page could be what room is made for.
+bool PrefixIndex::Impl::may_go(NodeId node, int group) const noexcept {
+  return node != kNoNode &&
+         (groups[group].sliding_window > 0 || tree.node(node).children == kNoNode);
 }
 
 // ---- the public face

@@ -70,13 +70,15 @@ struct PrefixIndex::Impl final : PageKeeper {
                 int64_t* num_pages) const noexcept;
   NodeId add_node(NodeId parent, std::span<const int32_t> tokens, BlockTable& table, int64_t page,
                   const Retention& retention);
+  NodeId shorter_end(NodeId parent, std::span<const int32_t> tokens) const noexcept;
   void adopt(NodeId node, BlockTable& table, int64_t page);
   void reserve_owner(const BlockTable& table, int64_t page);
   void attach(NodeId node, int group, PageId page);
   void raise(NodeId node, const Retention& retention) noexcept;
   void add_tail(NodeId parent, std::span<const int32_t> tokens, BlockTable& table,
                 const Retention& retention);
-  bool make_room(Scope& scope, int64_t bytes);
+  bool make_room(Scope& scope, int64_t bytes) noexcept;
+  bool may_go(NodeId node, int group) const noexcept;
 
   // ---- eviction
   void on_cached(int group, PageId page) noexcept override;
@@ -89,6 +91,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   void list_all(NodeId node) noexcept;
   void unlist_all(NodeId node) noexcept;
   void evict_one(int group) noexcept;
+  void let_go(NodeId node, int group, MissReason reason) noexcept;
   void drop_page(NodeId node, int group) noexcept;
   void remove_one(NodeId node, MissReason reason) noexcept;
   void remove_below(NodeId node, MissReason reason) noexcept;
