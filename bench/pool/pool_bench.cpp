@@ -3,6 +3,7 @@
 //   grow_step            one commit of the same number of pages at 16 MiB and at 1 GiB held, the budget
 //                        asked of the machine each time; the two alternate over pools of their own
 //   budget_us            asking the machine what is left (part of each commit)
+//   page_name_ns         the name of one page of 16 tokens below 128,000 (median of batches)
 // Usage: pool_bench [small held MiB = 16] [large held MiB = 1024] [pairs = 9]
 #include <algorithm>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "core/memory_budget.h"
+#include "pagedkv/core/page_name.h"
 #include "pagedkv/core/page_pool.h"
 
 namespace {
@@ -63,6 +65,20 @@ Spread allocate_release() {
       if (!pool.try_allocate(0, {&page, 1})) std::abort();
       pool.release(0, {&page, 1});
     }
+    ns.push_back(ns_since(start) / kBatch);
+  }
+  return spread(ns);
+}
+
+Spread name_pages() {
+  int32_t tokens[16];
+  for (int i = 0; i < 16; ++i) tokens[i] = i * 7919;
+  PageName name = root_name();
+  constexpr int kBatch = 20000;
+  std::vector<double> ns;
+  for (int batch = 0; batch < 21; ++batch) {
+    const auto start = Clock::now();
+    for (int i = 0; i < kBatch; ++i) name = page_name(name, tokens);
     ns.push_back(ns_since(start) / kBatch);
   }
   return spread(ns);
@@ -124,6 +140,8 @@ int main(int argc, char** argv) try {
   std::printf(", \"large_step_bytes\": %lld,\n  \"ratio\": %.3f},\n ",
               static_cast<long long>(large_bytes), l.median / s.median);
   print("budget_us", spread(budget), 1e3);
+  std::printf(",\n ");
+  print("page_name_ns", name_pages(), 1);
   std::printf("}\n");
 } catch (const std::exception& e) {
   std::fprintf(stderr, "pool_bench: %s\n", e.what());
