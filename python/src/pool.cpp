@@ -185,6 +185,13 @@ class Table {
       ++sequence->changes;
     });
   }
+  int64_t release_passed() {
+    return locked([&](BlockTable& t) {
+      const int64_t num_released = t.release_passed();
+      sequence->changes += num_released > 0 ? 1 : 0;
+      return num_released;
+    });
+  }
   std::unique_ptr<Table> share_prefix(int64_t num_pages) const {
     return locked([&](BlockTable& t) {
       return std::make_unique<Table>(sequence->pool, t.share_prefix(num_pages));
@@ -337,6 +344,7 @@ class Batch {
       args.scale = scale.value_or(1.0f / std::sqrt(static_cast<float>(pages.keys.head_dim)));
       args.causal = causal;
       args.sliding_window = sliding_window.value_or(pool_->pages.sliding_window(group));
+      check_there(group, args.sliding_window);
       args.logit_softcap = logit_softcap;
       args.sinks = sink_values.empty() ? nullptr : sink_values.data();
       prepare(args, static_cast<size_t>(group));
@@ -428,6 +436,20 @@ class Batch {
                                       ": another holds the page of its tokens from " +
                                       str(i * table.page_size()) +
                                       " on; only tokens that were appended since can be stored");
+    }
+  }
+  // That no sequence has given back what a window (0: none) lets its queries see.
+  void check_there(int group, int window) const {
+    for (size_t s = 0; s < sequences_.size(); ++s) {
+      const BlockTable& table = *sequences_[s]->table;
+      const int64_t first_query = table.length() - (query_start_[s + 1] - query_start_[s]),
+                    first_seen = window > 0 ? first_query + 1 - window : 0,
+                    first_held = table.num_passed(group) * table.page_size();
+      if (first_query < table.length() && std::max<int64_t>(0, first_seen) < first_held)
+        throw std::invalid_argument("sequence " + str(static_cast<int64_t>(s)) + ": a window of " +
+                                    str(window) + " tokens (0: none) sees from " +
+                                    str(std::max<int64_t>(0, first_seen)) + " on, tokens before " +
+                                    str(first_held) + " were given back");
     }
   }
   // The slots of every sequence's newest tokens.
@@ -583,7 +605,7 @@ void bind_pool(nb::module_& m) {
            [](Table& t) {
              return t.locked([](BlockTable& b) {
                return "<BlockTable of " + str(b.length()) + " tokens in " +
-                      str(static_cast<int64_t>(b.pages(0).size())) + " pages>";
+                      str(static_cast<int64_t>(b.pages(0).size()) - b.num_passed(0)) + " pages>";
              });
            })
       .def_prop_ro("length", &Table::length, "Tokens.")
@@ -598,7 +620,18 @@ void bind_pool(nb::module_& m) {
       .def("try_append", &Table::try_append, "num_tokens"_a,
            "append(), answering whether there was room.")
       .def("trim_to", &Table::trim_to, "length"_a,
-           "Forgets the last tokens down to `length`; pages go back.")
+           "Forgets the last tokens down to `length`; pages go back. ValueError where "
+           "can_trim_to(length) is false; then nothing has changed.")
+      .def(
+          "can_trim_to",
+          [](Table& t, int64_t length) {
+            return t.locked([&](BlockTable& b) { return b.can_trim_to(length); });
+          },
+          "length"_a,
+          "Whether it has so many tokens and no page that the next one then sees was given back.")
+      .def("release_passed", &Table::release_passed,
+           "After a step: gives back, in groups with a window, the pages that no later token sees. "
+           "Their entries in dense() become -1. Returns how many.")
       .def("share_prefix", &Table::share_prefix, "num_pages"_a,
            "A table that holds the first num_pages full pages together with this one; no byte is "
            "copied.")
@@ -624,7 +657,8 @@ void bind_pool(nb::module_& m) {
           "group"_a = 0,
           nb::sig("def csr(self, group: int = 0) -> tuple[numpy.ndarray, numpy.ndarray, "
                   "numpy.ndarray]"),
-          "FlashInfer's kv_indptr [2], kv_page_indices [pages], kv_last_page_len [1], int32.")
+          "FlashInfer's kv_indptr [2], kv_page_indices [pages], kv_last_page_len [1], int32; "
+          "without the pages that were given back.")
       .def(
           "dense",
           [](Table& t, int group, int32_t padding) {
@@ -636,7 +670,7 @@ void bind_pool(nb::module_& m) {
           "group"_a = 0, "padding"_a = 0,
           nb::sig("def dense(self, group: int = 0, padding: int = 0) -> tuple[numpy.ndarray, "
                   "numpy.ndarray]"),
-          "vLLM's block_table [1, pages] and seq_lens [1], int32.");
+          "vLLM's block_table [1, pages] and seq_lens [1], int32; -1: given back.");
 
   nb::class_<Batch>(m, "Batch",
                     "Sequences of one pool that take a step together: tables, and how many of the "

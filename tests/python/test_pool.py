@@ -110,6 +110,48 @@ def test_layer_groups_have_tables_and_windows_of_their_own() -> None:
     assert not np.array_equal(step.attend(q, layer=2), step.attend(q, layer=0))
 
 
+def test_a_window_gives_back_the_pages_that_it_has_passed() -> None:
+    def outputs(gives_back: bool) -> list[np.ndarray]:
+        pool = PagePool(groups=[(0, [LayerSpec(1, 32)]), (8, [LayerSpec(1, 32)])], page_size=4)
+        table = BlockTable(pool)
+        out = []
+        for step, count in enumerate([5, 6, 6, *[1] * 20]):
+            table.append(count)
+            batch = Batch([table], [count])
+            k = rows(step, count, 1, 32)
+            for layer in range(2):
+                batch.store(k, k, layer)
+            out.append(batch.attend(rows(100 + step, count, 4, 32), layer=1))
+            if gives_back and table.release_passed() > 0:
+                with pytest.raises(ValueError, match="changed"):
+                    batch.dense()
+        if gives_back:  # the next token sees 30..37
+            block_table, seq_lens = table.dense(group=1)
+            assert (
+                (block_table[0, :7] == -1).all()
+                and (block_table[0, 7:] >= 0).all()
+                and seq_lens[0] == 37
+            )
+            indptr, indices, last_page_len = table.csr(group=1)
+            assert (
+                indptr[1] == 3
+                and np.array_equal(indices, block_table[0, 7:])
+                and last_page_len[0] == 1
+            )
+            assert (table.dense()[0] >= 0).all() and pool.stats()["pages_held"] == 10 + 3
+            assert table.can_trim_to(36) and not table.can_trim_to(34) and table.can_trim_to(0)
+            with pytest.raises(ValueError, match="length 34: .* given back"):
+                table.trim_to(34)
+            with pytest.raises(ValueError, match="given back"):
+                table.slot_mapping(0, group=1)
+            with pytest.raises(ValueError, match="before 28 were given back"):
+                Batch([table], [1]).attend(rows(1, 1, 4, 32), layer=1, sliding_window=0)
+            assert table.fork().dense(group=1)[0][0, 0] == -1
+        return out
+
+    assert all(np.array_equal(a, b) for a, b in zip(outputs(True), outputs(False), strict=True))
+
+
 def test_pages_are_shared_and_copied_when_written() -> None:
     pool = PagePool([LayerSpec(1, 32, "f32")], page_size=4, num_pages=8)
     (parent,) = sequences(pool, 8)
