@@ -132,7 +132,7 @@ bool BlockTable::take_pages(int64_t new_length) {
     const size_t wanted = pages.size() + static_cast<size_t>(missing_pages(g, new_length));
     if (wanted > pages.capacity()) pages.reserve(std::max(wanted, 2 * pages.capacity()));
   }
-  for (int g = 0; g < pool_->num_groups(); ++g) {  // nothing throws from here on
+  for (int g = 0; g < pool_->num_groups(); ++g) {  // nothing throws in here
     auto& pages = pages_[g];
     const size_t held = pages.size();
     const bool copy = last_page_is_shared(g);
@@ -141,17 +141,32 @@ bool BlockTable::take_pages(int64_t new_length) {
     requests.push_back({g, std::span(pages).subspan(held),
                         context_window_ > 0 ? most - static_cast<int64_t>(held) : 0});
   }
-  const bool taken = pool_->try_allocate(requests);
+  if (!allocate(requests)) return refuse(pool_->refusal(), pool_->refusal_text());
   for (const PageRequest& request : requests) {
-    auto& pages = pages_[request.group];
-    const size_t held = pages.size() - request.out.size();
-    if (taken && zeroes_freed_) pool_->zero_when_freed(request.group, request.out);
-    if (!taken)
-      pages.resize(held);
-    else if (static_cast<int64_t>(pages.size()) > pages_for(new_length, pool_->page_size()))
-      replace_shared(request.group, held - 1);
+    if (zeroes_freed_) pool_->zero_when_freed(request.group, request.out);
+    const auto num_pages = static_cast<int64_t>(pages_[request.group].size());
+    if (num_pages > pages_for(new_length, pool_->page_size()))
+      replace_shared(request.group, static_cast<size_t>(num_pages) - request.out.size() - 1);
   }
-  return taken || refuse(pool_->refusal(), pool_->refusal_text());
+  return true;
+}
+
+// Fills the ends of the lists that the requests name, or cuts them off again.
+bool BlockTable::allocate(std::span<const PageRequest> requests) {
+  const auto cut_off = [&] {
+    for (const PageRequest& request : requests) {
+      auto& pages = pages_[request.group];
+      pages.resize(pages.size() - request.out.size());
+    }
+  };
+  try {
+    if (pool_->try_allocate(requests)) return true;
+  } catch (...) {  // std::bad_alloc
+    cut_off();
+    throw;
+  }
+  cut_off();
+  return false;
 }
 
 // Copy on write: the page after `index` becomes this table's own copy of the shared one at `index`.

@@ -27,17 +27,20 @@ constexpr int64_t kNoLimit = int64_t{1} << 60;
 
 // Plain reads: iostreams would take four times as long as the kernel does.
 std::string read_text(const std::string& path) {
+  const struct File {
+    int descriptor;
+    ~File() {
+      if (descriptor >= 0) close(descriptor);
+    }
+  } file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
   std::string text;
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return text;
   char buffer[8192];
-  for (;;) {
-    const ssize_t got = read(file, buffer, sizeof buffer);
+  while (file.descriptor >= 0) {
+    const ssize_t got = read(file.descriptor, buffer, sizeof buffer);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) break;
     text.append(buffer, static_cast<size_t>(got));
   }
-  close(file);
   return text;
 }
 

@@ -66,10 +66,13 @@ int64_t PageGroup::resident_bytes() const {
   return sum;
 }
 
-int PageGroup::try_open(int64_t num_pages) {
-  references_.reserve(static_cast<size_t>(num_pages));  // before any memory moves: it may throw
+void PageGroup::reserve_lists(int64_t num_pages) {
+  references_.reserve(static_cast<size_t>(num_pages));
   flags_.reserve(static_cast<size_t>(num_pages));
   free_.reserve(static_cast<size_t>(num_pages));
+}
+
+int PageGroup::try_open(int64_t num_pages) noexcept {
   int error = 0;
   for (size_t i = 0; i < arrays_.size() && error == 0; ++i) error = arrays_[i].try_open(num_pages);
   return error;

@@ -36,11 +36,12 @@ class PageGroup {
     return page >= 0 && page < num_committed() ? references_[page] : 0;
   }
 
-  // Room for the first num_pages pages in every array, in two steps: opening moves boundaries,
-  // committing backs them with memory. Each returns 0 or the errno of the array that failed, the ones
-  // before it being done. decommit_to(num_committed()) undoes either; add_committed() after both makes
-  // the new pages free.
-  [[nodiscard]] int try_open(int64_t num_pages);
+  // Room for the first num_pages pages: in the lists, which may throw and changes nothing else, then in
+  // every array, in two steps: opening moves boundaries, committing backs them with memory. Each of these
+  // returns 0 or the errno of the array that failed, the ones before it being done.
+  // decommit_to(num_committed()) undoes either; add_committed() after all makes the new pages free.
+  void reserve_lists(int64_t num_pages);
+  [[nodiscard]] int try_open(int64_t num_pages) noexcept;
   [[nodiscard]] int try_commit(int64_t num_pages) noexcept;
   void decommit_to(int64_t num_pages) noexcept;
   void add_committed(int64_t num_pages) noexcept;

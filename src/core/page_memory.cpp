@@ -49,6 +49,7 @@ int populate(std::byte* begin, int64_t bytes) noexcept {
 
 PageMemory::PageMemory(int64_t page_bytes, int64_t max_pages) : page_bytes_(page_bytes) {
   assert(page_bytes >= 1 && max_pages >= 1);
+  static const std::vector<int> nodes = memory_nodes();  // may throw: before there is a mapping
   reserved_ = round_up(page_bytes * max_pages + kSlackBytes, os_page()) + os_page();
   void* const space = mmap(nullptr, static_cast<size_t>(reserved_), PROT_NONE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -57,7 +58,6 @@ PageMemory::PageMemory(int64_t page_bytes, int64_t max_pages) : page_bytes_(page
                       std::to_string(reserved_) + " bytes) was refused: " + std::strerror(errno));
   data_ = static_cast<std::byte*>(space);
   madvise(data_, static_cast<size_t>(reserved_), MADV_HUGEPAGE);  // where the kernel has them
-  static const std::vector<int> nodes = memory_nodes();
   interleave(data_, static_cast<size_t>(reserved_), nodes);
 }
 

@@ -343,6 +343,7 @@ bool PagePool::Impl::commit(std::span<const Plan> plans) {
                                         " committed: " + std::strerror(error));
   };
   const auto start = Clock::now();
+  for (const Plan& plan : plans) plan.group->reserve_lists(plan.target);
   for (const Plan& plan : plans)
     if (const int error = plan.group->try_open(plan.target)) return undo(error);
   const auto opened = Clock::now();

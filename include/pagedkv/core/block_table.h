@@ -94,6 +94,7 @@ class BlockTable {
   void check_trim(int64_t length) const;
   int64_t missing_pages(int group, int64_t new_length) const noexcept;
   bool take_pages(int64_t new_length);
+  bool allocate(std::span<const PageRequest> requests);
   void replace_shared(int group, size_t index);
 
   PagePool* pool_;
