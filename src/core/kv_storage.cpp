@@ -84,6 +84,24 @@ void KvStorage::make_room(int layer, int64_t num_tokens) {
   table_.append(length - table_.length());
 }
 
+void KvStorage::append(int layer, const TensorView& keys, const TensorView& values,
+                       Executor& executor) {
+  const Mark before = mark(layer);
+  try {
+    make_room(layer, keys.num_tokens);
+    write(layer, keys, values, executor);
+  } catch (...) {
+    go_back(layer, before);
+    throw;
+  }
+}
+
+void KvStorage::go_back(int layer, const Mark& mark) {
+  offsets_[layer] = mark.offset;
+  table_.trim_to(mark.length);
+  pool_.shrink_to(0, mark.capacity / pool_.page_size());
+}
+
 // Runs of at most kRun tokens from `first` on: visit(tokens before this run, count). slots_ holds theirs.
 template <class Visit>
 void KvStorage::for_each_run(int64_t first, int64_t count, const Visit& visit) const {
@@ -146,6 +164,7 @@ void KvStorage::read(int layer, const MutableTensorView& keys, const MutableTens
 }
 
 void KvStorage::copy_rows(const KvStorage& from, int layer, int64_t num_tokens) {
+  make_room(layer, num_tokens);
   const auto copy = [&](const PageArray& source, const PageArray& target, int64_t from_slot,
                         int64_t to_slot) {
     const int64_t heads = shape_.num_kv_heads;

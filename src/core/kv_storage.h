@@ -48,25 +48,32 @@ class KvStorage {
   int64_t offset(int layer) const noexcept { return offsets_[layer]; }
   int64_t offset() const noexcept;  // tokens that every layer has
 
-  // Makes room for num_tokens more in a layer. Throws CapacityError or MemoryError, having changed
-  // nothing.
-  void make_room(int layer, int64_t num_tokens);
   // Whether pages can hold these rows: none is quantised, or all are finite.
   bool can_store(const TensorView& keys, const TensorView& values);
-  // Stores rows behind the layer's tokens; make_room() and can_store() first.
-  void write(int layer, const TensorView& keys, const TensorView& values, Executor& executor);
+  // Stores rows behind the layer's tokens; can_store() first. Throws CapacityError or MemoryError; whatever it
+  // throws, nothing has changed.
+  void append(int layer, const TensorView& keys, const TensorView& values, Executor& executor);
+  // What append() changes, to go back to: after it in the same layer, with no other call between.
+  struct Mark {
+    int64_t offset, length, capacity;
+  };
+  Mark mark(int layer) const noexcept { return {offsets_[layer], table_.length(), capacity()}; }
+  void go_back(int layer, const Mark& mark);
   // Copies the layer's tokens out; a view without data is not wanted.
   void read(int layer, const MutableTensorView& keys, const MutableTensorView& values,
             Executor& executor) const;
-  // Takes the first num_tokens tokens of another storage of the same shape, byte for byte.
+  // Takes the first num_tokens tokens of another storage of the same shape, byte for byte. Throws as append(), but
+  // room for some of them may have been made.
   void copy_rows(const KvStorage& from, int layer, int64_t num_tokens);
 
-  // Capacity, with its memory; throws as make_room.
+  // Capacity, with its memory; throws as append().
   void grow_to(int64_t num_tokens, int64_t context_window);
   void shrink_to(int64_t num_tokens);
   void trim_to(int64_t num_tokens);  // every layer, at most offset()
 
  private:
+  void make_room(int layer, int64_t num_tokens);
+  void write(int layer, const TensorView& keys, const TensorView& values, Executor& executor);
   template <class Visit>
   void for_each_run(int64_t first, int64_t count, const Visit& visit) const;
   int64_t window_pages(int64_t context_window) const noexcept;

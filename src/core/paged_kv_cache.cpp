@@ -143,8 +143,7 @@ void PagedKVCache::Impl::write(KvStorage& into, int layer, const TensorView& key
   const Timer timer(counters.write_seconds);
   if (!into.can_store(keys, values))
     fail("a row has an infinity or a NaN, which " + quant.mode() + " pages cannot hold");
-  into.make_room(layer, keys.num_tokens);
-  into.write(layer, keys, values, executor());
+  into.append(layer, keys, values, executor());
   ++counters.updates;
 }
 
@@ -166,8 +165,20 @@ void PagedKVCache::update(const TensorView& keys, const TensorView& values, int 
 
 std::pair<Tensor, Tensor> PagedKVCache::update_and_fetch(const TensorView& keys,
                                                          const TensorView& values, int layer) {
+  Impl& p = *impl_;
+  p.check_layer(layer);
+  const auto before = p.storage ? std::optional(p.storage->mark(layer)) : std::nullopt;
   update(keys, values, layer);
-  return state(layer);
+  try {
+    return state(layer);
+  } catch (...) {
+    if (before)
+      p.storage->go_back(layer, *before);
+    else
+      p.storage.reset();
+    --p.counters.updates;
+    throw;
+  }
 }
 
 PagedKVCache PagedKVCache::from_arrays(const TensorView& keys, const TensorView& values,
@@ -205,7 +216,6 @@ PagedKVCache PagedKVCache::from_cache(const PagedKVCache& source, PagedKVCacheOp
   auto storage = p.new_storage(shape);
   for (int layer = 0; layer < source.num_layers(); ++layer) {
     const Timer timer(p.counters.write_seconds);
-    storage->make_room(layer, count);
     storage->copy_rows(from, layer, count);
     ++p.counters.updates;
   }

@@ -11,6 +11,7 @@
 #include "core/pool_testing.h"
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
+#include "pagedkv/core/paged_kv_cache.h"
 
 namespace pagedkv::testing {
 namespace {
@@ -86,6 +87,74 @@ TEST(FailingAllocation, LeavesARefusalARefusal) {
       EXPECT_NE(text.find("needs 255 pages"), std::string::npos) << text;
     });
     attempts.make([&] { EXPECT_FALSE(pool.try_grow(0, 9)); });
+  });
+}
+
+int64_t hash(const Tensor& tensor) {  // FNV-1a
+  uint64_t h = 14695981039346656037u;
+  for (const auto byte : tensor.bytes) h = (h ^ static_cast<uint64_t>(byte)) * 1099511628211u;
+  return static_cast<int64_t>(h);
+}
+
+State state_of(const PagedKVCache& cache) {
+  const PagedKVCacheStats s = cache.stats();
+  State state{s.capacity, s.updates, s.pages_in_use,
+              static_cast<int64_t>(s.attention_calls.size())};
+  for (const auto& calls : s.attention_calls) append(state, calls.by_phase);
+  append(state, cache.block_table());
+  for (int layer = 0; layer < cache.num_layers(); ++layer) {
+    state.push_back(cache.offset(layer));
+    const auto [keys, values] = cache.state(layer);
+    state.push_back(hash(keys));
+    state.push_back(hash(values));
+  }
+  return state;
+}
+
+PagedKVCacheOptions small_cache(const char* quant) {
+  PagedKVCacheOptions o;
+  o.block_size = 4;
+  o.num_blocks = 2;
+  o.num_layers = 2;
+  o.max_bytes = 1 << 20;
+  o.quant = PagedKVQuantConfig(quant);
+  return o;
+}
+
+TEST(FailingAllocation, LeavesACacheAsItWas) {
+  const Tensor first = rows(1, 2, 6, 32, DType::kF16), more = rows(2, 2, 40, 32, DType::kF16),
+               one = rows(3, 2, 1, 32, DType::kF16), queries = rows(4, 4, 3, 32);
+  for_each_failing_allocation([&](Attempts& attempts) {
+    std::vector<PagedKVCache> caches;
+    caches.reserve(4);
+    attempts.watch([&] {
+      State state;
+      for (const PagedKVCache& cache : caches) append(state, state_of(cache));
+      return state;
+    });
+    const auto add = [&](auto make) { attempts.make([&] { caches.push_back(make()); }); };
+    const auto attend = [&] {
+      Tensor out;
+      attempts.make([&] { out = caches[0].attend(queries); });
+      return hash(out);
+    };
+
+    add([&] { return PagedKVCache(small_cache("q8")); });
+    for (const int layer : {0, 1}) attempts.make([&] { caches[0].update(first, first, layer); });
+    const int64_t short_out = attend();
+    for (const int layer : {1, 0}) attempts.make([&] { caches[0].update(more, more, layer); });
+    EXPECT_NE(attend(), short_out);
+    attempts.make([&] { caches[0].update_and_fetch(one, one); });
+    attempts.make([&] { caches[0].trim(30); });
+    EXPECT_NE(attend(), 0);
+    attempts.make([&] { caches[0].grow_to_capacity(100); });
+    add([&] { return PagedKVCache::from_cache(caches[0], small_cache("q8")); });
+    add([&] { return PagedKVCache::from_cache(caches[0], small_cache("none")); });
+    const PagedKVCache::Pair both[] = {{more, more}, {more, more}};
+    attempts.make([&] { caches[1].set_state(both); });
+    attempts.make([&] { caches[1].shrink_to_capacity(0); });
+    attempts.make([&] { caches[1].reset(); });
+    attempts.make([&] { caches[1].update(one, one); });
   });
 }
 
