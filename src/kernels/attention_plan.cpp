@@ -114,10 +114,15 @@ void AttentionPlan::prepare(const AttentionArgs& args, int num_workers) {
   p.queries_per_kv = args.num_q_heads / args.pages.num_kv_heads;
   p.key_lanes = lanes_of(args.pages.keys);
   p.value_lanes = lanes_of(args.pages.values);
-  p.add_jobs(args);
-  p.add_items();
-  p.find_owners(args.num_seqs);
-  p.size_buffers();
+  try {
+    p.add_jobs(args);
+    p.add_items();
+    p.find_owners(args.num_seqs);
+    p.size_buffers();
+  } catch (...) {  // std::bad_alloc: parts of two plans are no plan
+    p.items.clear();
+    throw;
+  }
 }
 
 void AttentionPlan::Impl::add_jobs(const AttentionArgs& args) {

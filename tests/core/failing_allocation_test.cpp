@@ -12,6 +12,7 @@
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/core/paged_kv_cache.h"
+#include "pagedkv/kernels/attention.h"
 
 namespace pagedkv::testing {
 namespace {
@@ -155,6 +156,29 @@ TEST(FailingAllocation, LeavesACacheAsItWas) {
     attempts.make([&] { caches[1].shrink_to_capacity(0); });
     attempts.make([&] { caches[1].reset(); });
     attempts.make([&] { caches[1].update(one, one); });
+  });
+}
+
+TEST(FailingAllocation, LeavesAPlanWithoutWork) {
+  PagePool pool(options(64));
+  std::vector<BlockTable> tables;
+  tables.emplace_back(pool).append(600);
+  while (tables.size() < 4) tables.push_back(tables[0].fork());
+  const BlockTable* const batch[] = {&tables[0], &tables[1], &tables[2], &tables[3]};
+  const DenseTables dense = dense_tables(batch);
+  const int32_t query_start[] = {0, 1, 2, 3, 4};
+  AttentionArgs args;
+  args.pages = pool.layer_pages(0);
+  args.num_q_heads = 1;
+  args.num_seqs = 4;
+  args.query_start = query_start;
+  args.seq_lens = dense.seq_lens.data();
+  args.block_table = dense.block_table.data();
+  args.block_table_stride = dense.stride;
+  for_each_failing_allocation([&](Attempts& attempts) {
+    AttentionPlan plan;
+    attempts.watch([&] { return State{plan.num_items()}; });
+    attempts.make([&] { plan.prepare(args, 2); });
   });
 }
 

@@ -60,7 +60,8 @@ class AttentionPlan {
   // Reads shapes, lengths, window and block table of `args` (not its pointers to queries, out and pages) and
   // prepares the work for `num_workers`: pages that several decoding sequences share are read once for all of
   // them. Allocates only what a larger call has not allocated before.
-  // Throws std::invalid_argument when shapes disagree, naming the value and the limit.
+  // Throws std::invalid_argument when shapes disagree, naming the value and the limit; the plan is as it was then. Where
+  // memory runs out (std::bad_alloc) it has no work.
   void prepare(const AttentionArgs& args, int num_workers);
 
   int64_t num_items() const noexcept;  // of work, after prepare()
