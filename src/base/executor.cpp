@@ -38,9 +38,16 @@ void spin(int turn) noexcept {
 
 struct ThreadPool::Impl {
   explicit Impl(int n) : num_threads(n) {
-    for (int w = 1; w < n; ++w) threads.emplace_back([this, w] { work_loop(w); });
+    try {
+      for (int w = 1; w < n; ++w) threads.emplace_back([this, w] { work_loop(w); });
+    } catch (...) {  // no memory, or no thread: those that run must end
+      end_threads();
+      throw;
+    }
   }
-  ~Impl() {
+  ~Impl() { end_threads(); }
+
+  void end_threads() {
     stop = true;
     generation.fetch_add(1, std::memory_order_release);
     generation.notify_all();

@@ -1,6 +1,7 @@
 // Whichever allocation fails: nothing leaks, nothing is left half done, and the call succeeds when it is made again.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <string>
@@ -9,6 +10,7 @@
 #include "core/cache_testing.h"
 #include "core/failing_new.h"
 #include "core/pool_testing.h"
+#include "pagedkv/base/executor.h"
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/core/paged_kv_cache.h"
@@ -179,6 +181,16 @@ TEST(FailingAllocation, LeavesAPlanWithoutWork) {
     AttentionPlan plan;
     attempts.watch([&] { return State{plan.num_items()}; });
     attempts.make([&] { plan.prepare(args, 2); });
+  });
+}
+
+TEST(FailingAllocation, LeavesNoThreadBehind) {
+  for_each_failing_allocation([](Attempts& attempts) {
+    std::unique_ptr<ThreadPool> threads;
+    attempts.make([&] { threads = std::make_unique<ThreadPool>(4); });
+    std::atomic<int> ran{0};
+    threads->run(10, [&](int64_t, int) { ++ran; });
+    EXPECT_EQ(ran, 10);
   });
 }
 
