@@ -12,6 +12,8 @@
 //   share_of_fma_peak   the same for the multiply-adds, in registers as wide as this set's
 //                       Both are shares of cpu_ms where it is there.
 //   kv_tokens_per_s     tokens held / time: one sequence of 32k tokens beside 64 of 512
+// A case with shared=N is timed in turns with the same tokens in copies of the shared pages, which must give the same bits:
+//   speedup             median of the pairs' ratios, time with copies / time of the case; cpu_speedup likewise
 // Time only on an otherwise idle machine.
 #include <algorithm>
 #include <charconv>
@@ -39,6 +41,7 @@ using apps::AttentionCase;
 using apps::AttentionProblem;
 using apps::CallTimes;
 using apps::MachinePeaks;
+using apps::SharingProblem;
 using nlohmann::ordered_json;
 
 constexpr const char* kUsage =
@@ -78,6 +81,12 @@ constexpr const char* kTable[] = {
     "heads=9/3 dims=64/64 page=1 seqs=8192:1",  // pages smaller than a tile
     "heads=32/8 dims=128/128 seqs=64*512:1",    // a batch with as many tokens as the first
 };
+// Sequences with a common prompt, each decoding one token. The copies take up to 2 GiB.
+constexpr const char* kSharedTable[] = {
+    "heads=32/32 dims=128/128 shared=8192 seqs=16*8256:1",
+    "heads=32/8 dims=128/128 shared=8192 seqs=16*8256:1",
+    "heads=9/3 dims=64/64 shared=8192 seqs=16*8256:1",
+};
 // The source stays in L2, or is larger than most caches.
 constexpr const char* kAppendTable[] = {
     "heads=32 dims=128/128 seqs=16:16",
@@ -95,6 +104,8 @@ void add_table(const std::string& only_format, std::vector<std::string>& cases) 
     if (line == kTable[0])
       for (const char* format : {"bf16", "f32"}) add("", format, line);
   }
+  for (const char* line : kSharedTable)
+    for (const char* format : formats) add("", format, line);
   for (const char* line : kAppendTable)
     for (const char* format : formats) add(kAppend, format, line);
 }
@@ -177,7 +188,7 @@ ordered_json times(const Options& o, const std::string& words, const KernelSet& 
 // What reading K and V once would take.
 double read_ms(const AttentionProblem& problem, MachinePeaks& peaks) {
   const AttentionCase& c = problem.spec();
-  const double rows = static_cast<double>(c.tokens_held()) * c.heads.kv;
+  const double rows = static_cast<double>(c.tokens_stored()) * c.heads.kv;
   const auto ms = [&](PageFormat format, int dim) {
     const int64_t row = row_bytes(format, dim);
     const double bytes = rows * static_cast<double>(row + 4 * has_scales(format));
@@ -187,32 +198,66 @@ double read_ms(const AttentionProblem& problem, MachinePeaks& peaks) {
   return ms(c.key_format, c.key_dim) + ms(c.value_format, c.value_dim);
 }
 
+ordered_json attention_times(const Options& o, const std::string& words,
+                             const AttentionProblem& problem, const KernelSet& set,
+                             const CallTimes& t, MachinePeaks* peaks) {
+  const AttentionCase& c = problem.spec();
+  const int threads = problem.num_threads();
+  const double ms = apps::median(t.ms);
+  ordered_json line = times(o, words, set, threads, t);
+  line["gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / ms;
+  line["gflop_s"] = 1e-6 * c.flops() / ms;
+  if (peaks) {
+    const double taken_ms = threads == 1 ? apps::median(t.cpu_ms) : ms;
+    const double reading_ms = read_ms(problem, *peaks);
+    line["read_gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / reading_ms;
+    line["share_of_bandwidth"] = reading_ms / taken_ms;
+    if (const double fma = peaks->fma_gflop_s(set, threads); fma > 0)
+      line["share_of_fma_peak"] = 1e-6 * c.flops() / taken_ms / fma;
+  }
+  line["kv_tokens_per_s"] = 1e3 * static_cast<double>(c.tokens_held()) / ms;
+  line["visible_tokens"] = c.visible_tokens();
+  line["samples_ms"] = t.ms;
+  return line;
+}
+
 void run_attention(const Options& o, const std::string& words, MachinePeaks* peaks) {
   AttentionProblem problem(AttentionCase::parse(words), o.threads[0]);
-  const AttentionCase& c = problem.spec();
   for (const int threads : o.threads) {
     problem.use_threads(threads);
     for (const KernelSet* set : sets_to_run(o)) {
       if (o.check) problem.check(*set);
       const CallTimes t = problem.time(*set, o.runs);
-      const double ms = apps::median(t.ms);
-      ordered_json line = times(o, words, *set, threads, t);
-      line["gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / ms;
-      line["gflop_s"] = 1e-6 * c.flops() / ms;
-      if (peaks) {
-        const double taken_ms = threads == 1 ? apps::median(t.cpu_ms) : ms;
-        const double reading_ms = read_ms(problem, *peaks);
-        line["read_gb_s"] = 1e-6 * static_cast<double>(problem.bytes()) / reading_ms;
-        line["share_of_bandwidth"] = reading_ms / taken_ms;
-        if (const double fma = peaks->fma_gflop_s(*set, threads); fma > 0)
-          line["share_of_fma_peak"] = 1e-6 * c.flops() / taken_ms / fma;
-      }
-      line["kv_tokens_per_s"] = 1e3 * static_cast<double>(c.tokens_held()) / ms;
-      line["visible_tokens"] = c.visible_tokens();
-      line["samples_ms"] = t.ms;
+      print(attention_times(o, words, problem, *set, t, peaks));
+    }
+  }
+}
+
+void run_sharing(const Options& o, const std::string& words, MachinePeaks* peaks) {
+  SharingProblem problem(AttentionCase::parse(words), o.threads[0]);
+  for (const int threads : o.threads) {
+    problem.use_threads(threads);
+    for (const KernelSet* set : sets_to_run(o)) {
+      if (o.check) problem.check(*set);
+      const auto [copied, shared] = problem.time(*set, o.runs);
+      const std::vector<double> speedups = apps::ratios(copied.ms, shared.ms);
+      const auto [low, high] = std::minmax_element(speedups.begin(), speedups.end());
+      ordered_json line = attention_times(o, words, problem.shared(), *set, shared, peaks);
+      line["copied_ms"] = apps::median(copied.ms);
+      line["speedup"] = apps::median(speedups);
+      line["speedup_min"] = *low;
+      line["speedup_max"] = *high;
+      if (threads == 1)
+        line["cpu_speedup"] = apps::median(apps::ratios(copied.cpu_ms, shared.cpu_ms));
+      line["copied_samples_ms"] = copied.ms;
       print(line);
     }
   }
+}
+
+bool is_shared(const std::string& words) {
+  const AttentionCase c = AttentionCase::parse(words);
+  return c.shared > 0 && !c.copied;
 }
 
 void run_append(const Options& o, const std::string& words) {
@@ -247,6 +292,8 @@ void run(const Options& o) {
   for (const std::string& words : o.cases)
     if (words.starts_with(kAppend))
       run_append(o, words);
+    else if (is_shared(words))
+      run_sharing(o, words, peaks.get());
     else
       run_attention(o, words, peaks.get());
 }

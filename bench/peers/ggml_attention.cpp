@@ -56,8 +56,8 @@ class Problem {
     for (const auto& s : c.sequences)
       if (s.seq_len != held || s.query_len != fresh)
         throw std::invalid_argument("sequences of different lengths: not timed here");
-    if (c.window || c.softcap != 0 || c.sinks)
-      throw std::invalid_argument("window, softcap and sinks are not timed here");
+    if (c.window || c.softcap != 0 || c.sinks || c.shared > 0)
+      throw std::invalid_argument("window, softcap, sinks and shared are not timed here");
     const auto num_seqs = static_cast<int64_t>(c.sequences.size());
     const ggml_type key_type = as_ggml_type(c.key_format);
     const ggml_type value_type = as_ggml_type(c.value_format);

@@ -89,6 +89,10 @@ AttentionCase AttentionCase::parse(const std::string& words) {
       c.softcap = word.as_number<float>(word.value, 0);
     else if (word.name == "sinks")
       c.sinks = word.as_int(0) != 0;
+    else if (word.name == "shared")
+      c.shared = word.as_int(0);
+    else if (word.name == "copied")
+      c.copied = word.as_int(0) != 0;
     else if (word.name == "seqs") {
       std::istringstream parts{std::string(word.value)};
       for (std::string part; std::getline(parts, part, ',');)
@@ -101,7 +105,20 @@ AttentionCase AttentionCase::parse(const std::string& words) {
       word.refuse("unknown");
   }
   if (c.sequences.empty()) throw std::invalid_argument("case: \"" + words + "\" has no seqs=");
+  c.check_shared();
   return c;
+}
+
+void AttentionCase::check_shared() const {
+  const std::string name = "shared=" + std::to_string(shared) + ": ";
+  if (shared % page_size != 0)
+    throw std::invalid_argument(name + "must be whole pages of " + std::to_string(page_size) +
+                                " tokens");
+  for (const SequenceLength& s : sequences)
+    if (shared > s.seq_len - s.query_len)
+      throw std::invalid_argument(name + "a sequence of " + std::to_string(s.seq_len) +
+                                  " tokens, " + std::to_string(s.query_len) + " of them new, has " +
+                                  std::to_string(s.seq_len - s.query_len) + " to share");
 }
 
 int64_t AttentionCase::num_queries() const {
@@ -114,6 +131,11 @@ int64_t AttentionCase::tokens_held() const {
   int64_t n = 0;
   for (const SequenceLength& s : sequences) n += s.seq_len;
   return n;
+}
+
+int64_t AttentionCase::tokens_stored() const {
+  const auto others = static_cast<int64_t>(sequences.size()) - 1;
+  return tokens_held() - (copied ? 0 : others * shared);
 }
 
 int64_t AttentionCase::visible_tokens() const {

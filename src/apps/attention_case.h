@@ -31,16 +31,24 @@ struct AttentionCase {
   int window = 0;
   float softcap = 0;
   bool sinks = false;
+  // First tokens that are the same in every sequence, whole pages of them: in the same pages or, copied, in pages of
+  // each sequence's own.
+  int shared = 0;
+  bool copied = false;
   std::vector<SequenceLength> sequences;
 
-  // "keys=f16 values=f16 heads=32/8 dims=128/128 page=16 window=0 softcap=0 sinks=0 seqs=4096:512,8192:1": what is left
-  // out has the value above, seqs must be there; "64*512:1" stands for 64 such sequences. A line that a kernel test
-  // prints is read too (tests/kernels/attention_case.h) unless it has a mask, a bias or causal=0, which are not timed.
-  // Throws std::invalid_argument naming the word.
+  // "keys=f16 values=f16 heads=32/8 dims=128/128 page=16 window=0 softcap=0 sinks=0 shared=0 copied=0
+  // seqs=4096:512,8192:1": what is left out has the value above, seqs must be there; "64*512:1" stands for 64 such
+  // sequences. A line that a kernel test prints is read too (tests/kernels/attention_case.h) unless it has a mask, a bias
+  // or causal=0, which are not timed. Throws std::invalid_argument naming the word.
   static AttentionCase parse(const std::string& words);
 
+  // Throws std::invalid_argument unless the shared tokens are whole pages that every sequence holds before its new ones.
+  void check_shared() const;
+
   int64_t num_queries() const;
-  int64_t tokens_held() const;
+  int64_t tokens_held() const;     // summed over the sequences
+  int64_t tokens_stored() const;   // shared ones once
   int64_t visible_tokens() const;  // summed over the queries
   double flops()
       const;  // a multiply and an add for each visible element of K and of V, by query head

@@ -16,12 +16,18 @@ int32_t as_int32(int64_t count, const char* what) {
   return static_cast<int32_t>(count);
 }
 
+AttentionCase with_copies(AttentionCase c) {
+  c.copied = true;
+  return c;
+}
+
 }  // namespace
 
 PagePoolOptions pool_options(const AttentionCase& c) {
-  int64_t pages = 0;
+  const int64_t shared_pages = c.copied ? 0 : c.shared / c.page_size;
+  int64_t pages = shared_pages;
   for (const SequenceLength& s : c.sequences)
-    pages += (int64_t{s.seq_len} + c.page_size - 1) / c.page_size;
+    pages += (int64_t{s.seq_len} + c.page_size - 1) / c.page_size - shared_pages;
   PagePoolOptions p;
   p.groups = {{0, {{c.heads.kv, c.key_dim, c.value_dim, c.key_format, c.value_format}}}};
   p.page_size = c.page_size;
@@ -33,6 +39,7 @@ PagePoolOptions pool_options(const AttentionCase& c) {
 
 AttentionProblem::AttentionProblem(const AttentionCase& c, int num_threads)
     : case_(c), pool_(pool_options(c)), threads_(std::make_unique<ThreadPool>(num_threads)) {
+  c.check_shared();
   const int64_t rows = as_int32(c.num_queries(), "queries in a call");
   int64_t stride = 0;
   for (const SequenceLength& s : c.sequences) {
@@ -69,17 +76,20 @@ AttentionProblem::AttentionProblem(const AttentionCase& c, int num_threads)
 
 void AttentionProblem::append(int sequence) {
   constexpr int kRun = 256;
-  BlockTable& table = tables_.emplace_back(pool_);
+  const bool shares = sequence > 0 && !case_.copied;
+  BlockTable& table = tables_.emplace_back(
+      shares ? tables_[0].share_prefix(case_.shared / case_.page_size) : BlockTable(pool_));
   const int length = case_.sequences[sequence].seq_len;
   std::vector<float> keys(static_cast<size_t>(kRun) * case_.heads.kv * case_.key_dim);
   std::vector<float> values(static_cast<size_t>(kRun) * case_.heads.kv * case_.value_dim);
   std::vector<int64_t> slots;
-  for (int first = 0; first < length; first += kRun) {
-    // Other tokens in each run and sequence, so that a page read in another's place is noticed.
-    const uint32_t seed = 2 * (static_cast<uint32_t>(length) * sequence + first);
+  for (int first = static_cast<int>(table.length()), count; first < length; first += count) {
+    const bool is_shared = first < case_.shared;
+    count = std::min(kRun, (is_shared ? case_.shared : length) - first);
+    // Other tokens in each run and, unless shared, sequence, so that a page read in another's place is noticed.
+    const uint32_t seed = 2 * (static_cast<uint32_t>(length) * (is_shared ? 0 : sequence) + first);
     fill(keys, seed);
     fill(values, seed + 1);
-    const int count = std::min(kRun, length - first);
     table.append(count);
     slots.resize(count);
     table.slot_mapping(0, first, slots);
@@ -99,13 +109,14 @@ void AttentionProblem::use_threads(int num_threads) {
   plan_.prepare(args_, num_threads);
 }
 
-void AttentionProblem::attend(const KernelSet& set) noexcept {
+std::span<const float> AttentionProblem::run(const KernelSet& set) noexcept {
   set.attend(args_, plan_.impl(), *threads_);
+  return out_;
 }
 
 void AttentionProblem::check(const KernelSet& set) {
   std::ranges::fill(out_, std::numeric_limits<float>::quiet_NaN());
-  attend(set);
+  run(set);
   const int64_t row_floats = int64_t{case_.heads.query} * case_.value_dim;
   for (int s = 0; s < args_.num_seqs; ++s)
     for (const bool last : {false, true}) {
@@ -122,10 +133,10 @@ void AttentionProblem::check(const KernelSet& set) {
 }
 
 CallTimes AttentionProblem::time(const KernelSet& set, int runs) {
-  return time_calls(runs, [&] { attend(set); });
+  return time_calls(runs, [&] { run(set); });
 }
 
-int64_t AttentionProblem::bytes() const { return case_.tokens_held() * pool_.bytes_per_token(); }
+int64_t AttentionProblem::bytes() const { return case_.tokens_stored() * pool_.bytes_per_token(); }
 
 // The row alone.
 std::vector<float> AttentionProblem::reference_row(int sequence, int row) const {
@@ -144,6 +155,26 @@ std::vector<float> AttentionProblem::reference_row(int sequence, int row) const 
   plan.prepare(alone, 1);
   kernel_sets().back().attend(alone, plan.impl(), one);
   return out;
+}
+
+SharingProblem::SharingProblem(const AttentionCase& c, int num_threads)
+    : shared_(c, num_threads), copied_(with_copies(c), num_threads) {}
+
+void SharingProblem::use_threads(int num_threads) {
+  shared_.use_threads(num_threads);
+  copied_.use_threads(num_threads);
+}
+
+void SharingProblem::check(const KernelSet& set) {
+  shared_.check(set);
+  const std::span<const float> out = shared_.run(set), expected = copied_.run(set);
+  if (std::memcmp(out.data(), expected.data(), out.size_bytes()) != 0)
+    throw std::runtime_error(std::string("kernel set ") + set.name +
+                             ": shared pages give other bits than copies of them");
+}
+
+PairTimes SharingProblem::time(const KernelSet& set, int runs) {
+  return time_pairs(runs, [&] { copied_.run(set); }, [&] { shared_.run(set); });
 }
 
 }  // namespace pagedkv::apps

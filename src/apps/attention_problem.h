@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "apps/attention_case.h"
@@ -32,11 +33,13 @@ class AttentionProblem {
   void check(const KernelSet& set);
   CallTimes time(const KernelSet& set, int runs);
 
-  int64_t bytes() const;  // of K and V, scales included, each once
+  // Runs the case. [num_queries, num_q_heads, value_dim], valid until the next run.
+  std::span<const float> run(const KernelSet& set) noexcept;
+
+  int64_t bytes() const;  // of K and V, scales included, each once: those of a shared page, too
 
  private:
   void append(int sequence);
-  void attend(const KernelSet& set) noexcept;
   std::vector<float> reference_row(int sequence, int row) const;
 
   const AttentionCase case_;
@@ -49,6 +52,23 @@ class AttentionProblem {
   AttentionArgs args_;
   AttentionPlan plan_;
   std::vector<std::vector<float>> expected_;  // first and last row of each sequence, once asked for
+};
+
+// A case of shared tokens, and beside it the same tokens with a copy of the shared ones in each sequence.
+class SharingProblem {
+ public:
+  // Throws as AttentionProblem does. Takes the memory of the case and that of one that shares nothing.
+  SharingProblem(const AttentionCase& c, int num_threads);
+
+  AttentionProblem& shared() { return shared_; }
+  void use_threads(int num_threads);
+  // AttentionProblem::check() of the case, and that the copies give the same bits in every row. Throws
+  // std::runtime_error where one differs.
+  void check(const KernelSet& set);
+  PairTimes time(const KernelSet& set, int runs);  // first: with copies; second: shared
+
+ private:
+  AttentionProblem shared_, copied_;
 };
 
 }  // namespace pagedkv::apps

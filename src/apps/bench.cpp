@@ -183,6 +183,22 @@ std::vector<Case> cases_of(const BenchOptions& o) {
   return cases;
 }
 
+void print_attention(const ordered_json& r, bool first) {
+  const bool shared = r.contains("speedup");
+  if (first)
+    std::printf(
+        "| case | kernels | threads | ms | GB/s | GFLOP/s |%s\n"
+        "| --- | --- | --: | --: | --: | --: |%s\n",
+        shared ? " copied ms | speedup |" : "", shared ? " --: | --: |" : "");
+  std::printf("| %s | %s | %d | %.3f | %.2f | %.1f |", r["case"].get<std::string>().c_str(),
+              r["kernel_set"].get<std::string>().c_str(), r["threads"].get<int>(),
+              r["ms"].get<double>(), r["gb_s"].get<double>(), r["gflop_s"].get<double>());
+  if (shared)
+    std::printf(" %.3f | %.2f |", r["copied_ms"].get<double>(), r["speedup"].get<double>());
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
 // One case for each number of threads.
 int bench_one_attention(BenchOptions o) {
   const KvSettings settings = o.model.kv_settings();
@@ -197,14 +213,7 @@ int bench_one_attention(BenchOptions o) {
     const ordered_json& r = all.emplace_back(bench_attention(o.one));
     if (o.output == "jsonl") std::cout << r.dump() << std::endl;
     if (o.output == "md") {
-      if (all.size() == 1)
-        std::printf(
-            "| case | kernels | threads | ms | GB/s | GFLOP/s |\n"
-            "| --- | --- | --: | --: | --: | --: |\n");
-      std::printf("| %s | %s | %d | %.3f | %.2f | %.1f |\n", r["case"].get<std::string>().c_str(),
-                  r["kernel_set"].get<std::string>().c_str(), threads, r["ms"].get<double>(),
-                  r["gb_s"].get<double>(), r["gflop_s"].get<double>());
-      std::fflush(stdout);
+      print_attention(r, all.size() == 1);
     }
   }
   if (o.output == "json") std::cout << all.dump(2) << std::endl;
@@ -288,6 +297,11 @@ void add_bench(CLI::App& app, std::function<int()>& command) {
       ->group(attention);
   add_option(*sub, "--num-seqs", o->one.num_seqs, "sequences in the call")
       ->check(CLI::Range(1, 1 << 16))
+      ->group(attention);
+  add_option(
+      *sub, "--shared-tokens", o->one.shared_tokens,
+      "first tokens that all sequences hold in the same pages; copies of them are timed beside it")
+      ->check(CLI::Range(0, 1 << 26))
       ->group(attention);
   o->model.add_pages(*sub);
   sub->parse_complete_callback([o, &command] { command = [=] { return bench(*o); }; });

@@ -7,6 +7,8 @@
 namespace pagedkv::apps {
 namespace {
 
+using nlohmann::ordered_json;
+
 AttentionCase as_case(const AttentionBench& o) {
   const auto heads = parse_heads(o.heads);
   if (!heads)
@@ -23,6 +25,7 @@ AttentionCase as_case(const AttentionBench& o) {
   c.heads = *heads;
   c.key_dim = c.value_dim = o.head_dim;
   c.page_size = o.page_size;
+  c.shared = o.shared_tokens;
   c.sequences.assign(o.num_seqs, {o.context, o.new_tokens});
   return c;
 }
@@ -35,19 +38,16 @@ std::string case_name(const AttentionBench& o) {
   name.append(", ").append(std::to_string(o.new_tokens)).append(" of ");
   name.append(std::to_string(o.context));
   if (o.num_seqs > 1) name.append(" x ").append(std::to_string(o.num_seqs));
+  if (o.shared_tokens > 0)
+    name.append(", ").append(std::to_string(o.shared_tokens)).append(" shared");
   return name;
 }
 
-}  // namespace
-
-nlohmann::ordered_json bench_attention(const AttentionBench& o) {
-  const KernelSet& set = kernels();  // a bad PAGEDKV_KERNELS is told before anything else
-  AttentionProblem problem(as_case(o), o.num_threads);
-  problem.check(set);
-  const std::vector<double> ms = problem.time(set, o.repetitions).ms;
+ordered_json result(const AttentionBench& o, const AttentionProblem& problem,
+                    const std::vector<double>& ms) {
   const double typical = median(ms), flops = problem.spec().flops();
   return {{"case", case_name(o)},
-          {"kernel_set", set.name},
+          {"kernel_set", kernels().name},
           {"threads", o.num_threads},
           {"ms", typical},
           {"gb_s", 1e-6 * static_cast<double>(problem.bytes()) / typical},
@@ -57,6 +57,27 @@ nlohmann::ordered_json bench_attention(const AttentionBench& o) {
           {"block_size", o.page_size},
           {"checked", true},
           {"samples_ms", ms}};
+}
+
+ordered_json bench_sharing(const AttentionBench& o) {
+  SharingProblem problem(as_case(o), o.num_threads);
+  problem.check(kernels());
+  const auto [copied, shared] = problem.time(kernels(), o.repetitions);
+  ordered_json r = result(o, problem.shared(), shared.ms);
+  r["copied_ms"] = median(copied.ms);
+  r["speedup"] = median(ratios(copied.ms, shared.ms));
+  r["copied_samples_ms"] = copied.ms;
+  return r;
+}
+
+}  // namespace
+
+ordered_json bench_attention(const AttentionBench& o) {
+  const KernelSet& set = kernels();  // a bad PAGEDKV_KERNELS is told before anything else
+  if (o.shared_tokens > 0) return bench_sharing(o);
+  AttentionProblem problem(as_case(o), o.num_threads);
+  problem.check(set);
+  return result(o, problem, problem.time(set, o.repetitions).ms);
 }
 
 }  // namespace pagedkv::apps

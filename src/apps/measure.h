@@ -19,6 +19,18 @@ struct CallTimes {
 // `pagedkv_timed_call`: what callgrind's --toggle-collect names.
 CallTimes time_calls(int runs, FunctionRef<void()> call);
 
+// Entry i of both: the i-th pair.
+struct PairTimes {
+  CallTimes first, second;
+};
+
+// The same for two calls in strict turns: both meet the same disturbances, and each finds in the caches what the other
+// left there.
+PairTimes time_pairs(int runs, FunctionRef<void()> first, FunctionRef<void()> second);
+
+// first / second, pair by pair.
+std::vector<double> ratios(const std::vector<double>& first, const std::vector<double>& second);
+
 double median(std::vector<double> values);  // not empty; the upper one of two
 
 // Values in [-1, 1): what they are does not matter to the time.

@@ -32,6 +32,15 @@ TEST(AttentionCase, CountsWhatEachQuerySees) {
   EXPECT_EQ(AttentionCase::parse("seqs=10:3 heads=6/2 dims=32/16").flops(), 27 * 2 * (32 + 16) * 6);
 }
 
+TEST(AttentionCase, CountsSharedTokensOnceUnlessTheyAreCopied) {
+  const auto c = AttentionCase::parse("seqs=40:1,50:2 shared=32");
+  EXPECT_EQ(c.tokens_held(), 90);
+  EXPECT_EQ(c.tokens_stored(), 58);
+  EXPECT_EQ(c.visible_tokens(), 40 + 49 + 50);
+  EXPECT_EQ(AttentionCase::parse("copied=1 shared=32 seqs=40:1,50:2").tokens_stored(), 90);
+  EXPECT_EQ(AttentionCase::parse("seqs=40:1").tokens_stored(), 40);
+}
+
 TEST(AttentionCase, ReadsWhatAKernelTestPrints) {
   const auto c = AttentionCase::parse(
       "keys=f16 values=f16 heads=4/2 dims=64/64 page=16 causal=1 window=0 softcap=0 sinks=0 mask=0 "
@@ -43,13 +52,14 @@ TEST(AttentionCase, ReadsWhatAKernelTestPrints) {
 TEST(AttentionCase, NamesTheWordItRefuses) {
   const struct {
     const char *words, *named;
-  } bad[] = {{"heads=7/2 seqs=1:1", "heads=7/2"}, {"heads=x seqs=1:1", "heads=x"},
-             {"dims=64/ seqs=1:1", "dims=64/"},   {"page=0 seqs=1:1", "page=0"},
-             {"page seqs=1:1", "page: has no ="}, {"seqs=4:5", "seqs=4:5"},
-             {"seqs=0*4:1", "seqs=0*4:1"},        {"seqs=4:1x", "seqs=4:1x"},
-             {"keys=q5 seqs=1:1", "q5"},          {"softcap=nan seqs=1:1", "softcap=nan"},
-             {"mask=1 seqs=1:1", "mask=1"},       {"causal=0 seqs=1:1", "causal=0"},
-             {"colour=1 seqs=1:1", "colour=1"},   {"heads=32/8", "seqs="}};
+  } bad[] = {{"heads=7/2 seqs=1:1", "heads=7/2"},  {"heads=x seqs=1:1", "heads=x"},
+             {"dims=64/ seqs=1:1", "dims=64/"},    {"page=0 seqs=1:1", "page=0"},
+             {"page seqs=1:1", "page: has no ="},  {"seqs=4:5", "seqs=4:5"},
+             {"seqs=0*4:1", "seqs=0*4:1"},         {"seqs=4:1x", "seqs=4:1x"},
+             {"keys=q5 seqs=1:1", "q5"},           {"softcap=nan seqs=1:1", "softcap=nan"},
+             {"mask=1 seqs=1:1", "mask=1"},        {"causal=0 seqs=1:1", "causal=0"},
+             {"colour=1 seqs=1:1", "colour=1"},    {"shared=20 seqs=40:1", "shared=20"},
+             {"shared=32 seqs=32:1", "shared=32"}, {"heads=32/8", "seqs="}};
   for (const auto& b : bad) {
     try {
       AttentionCase::parse(b.words);
@@ -63,7 +73,8 @@ TEST(AttentionCase, NamesTheWordItRefuses) {
 TEST(AttentionProblem, EverySetMatchesTheReferenceWithAnyThreads) {
   for (const char* words : {"heads=6/2 dims=64/64 keys=q8 values=q4 seqs=700:3,40:1",
                             "heads=4 dims=80/48 page=1 seqs=530:530",
-                            "heads=6/2 dims=64/64 window=50 softcap=3 sinks=1 seqs=600:9"}) {
+                            "heads=6/2 dims=64/64 window=50 softcap=3 sinks=1 seqs=600:9",
+                            "heads=6/2 dims=64/64 keys=q8 shared=512 seqs=3*520:1,530:4,513:1"}) {
     AttentionProblem problem(AttentionCase::parse(words), 1);
     for (const int threads : {1, 3}) {
       problem.use_threads(threads);
@@ -94,6 +105,51 @@ TEST(AttentionProblem, ASetThatComputesSomethingElseIsFound) {
   }
   wrong.attend = [](const AttentionArgs&, AttentionPlan::Impl&, Executor&) noexcept {};
   EXPECT_THROW(problem.check(wrong), std::runtime_error);
+}
+
+TEST(SharingProblem, CopiesOfTheSharedTokensGiveTheSameBits) {
+  SharingProblem problem(
+      AttentionCase::parse("heads=6/2 dims=64/64 keys=q8 shared=512 seqs=5*520:1,513:1"), 1);
+  EXPECT_EQ(problem.shared().bytes(), (512 + 5 * 8 + 1) * 2 * (64 + 4 + 2 * 64));
+  for (const int threads : {1, 3}) {
+    problem.use_threads(threads);
+    for (const KernelSet& set : kernel_sets()) {
+      if (!set.supported()) continue;
+      EXPECT_NO_THROW(problem.check(set)) << set.name;
+    }
+  }
+  const auto [copied, shared] = problem.time(kernel_sets().back(), 3);
+  EXPECT_EQ(copied.ms.size(), 3u);
+  EXPECT_EQ(shared.ms.size(), 3u);
+}
+
+TEST(SharingProblem, ASetThatComputesSomethingElseFromCopiesIsFound) {
+  SharingProblem problem(AttentionCase::parse("heads=2 dims=32/32 shared=32 seqs=2*40:1"), 1);
+  static int calls;
+  calls = 0;
+  KernelSet wrong = kernel_sets().back();
+  wrong.name = "wrong";
+  wrong.attend = [](const AttentionArgs& args, AttentionPlan::Impl& plan,
+                    Executor& executor) noexcept {
+    kernel_sets().back().attend(args, plan, executor);
+    if (++calls == 3) args.out[1] = -args.out[1];  // shared twice, then the copies
+  };
+  try {
+    problem.check(wrong);
+    ADD_FAILURE() << "not found";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(),
+                 "kernel set wrong: shared pages give other bits than copies of them");
+  }
+}
+
+TEST(Measure, TimesPairsInTurns) {
+  std::string order;
+  const PairTimes t = time_pairs(2, [&] { order += 'a'; }, [&] { order += 'b'; });
+  EXPECT_EQ(order, "ababab");
+  EXPECT_EQ(t.first.ms.size(), 2u);
+  EXPECT_EQ(t.second.cpu_ms.size(), 2u);
+  EXPECT_EQ(ratios({6, 1}, {2, 4}), (std::vector<double>{3, 0.25}));
 }
 
 TEST(AttentionProblem, TimesEachRunAfterOneThatWarmsUp) {

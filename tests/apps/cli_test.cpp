@@ -450,19 +450,39 @@ TEST_F(Cli, BenchTimesOneAttentionCase) {
     for (const char* key : {"ms", "gb_s", "gflop_s"}) EXPECT_GT(row[key].get<double>(), 0) << key;
   }
   EXPECT_EQ(rows[1]["threads"], 2);
+  EXPECT_FALSE(rows[0].contains("speedup"));
   EXPECT_EQ(run("bench --attention --context 64 -r 1 -ctk q8 -ctv f16 -t 1").code, 0);
   EXPECT_EQ(run("bench --attention --context 64 -r 1 -t 1", "PAGEDKV_KERNELS=mmx").code, 2);
   const struct {
     const char* args;
     const char* names;
-  } bad[] = {{"--heads 7/2", "7/2"},    {"--heads x", "--heads x"},
-             {"--heads 0/0", "0/0"},    {"--context 4 --new-tokens 5", "--new-tokens 5"},
-             {"--head-dim 513", "513"}, {"--head-dim 63 --kv-cache-dtype q4", "head_dim 63"}};
+  } bad[] = {{"--context 64 --shared-tokens 64", "shared=64"},
+             {"--heads 7/2", "7/2"},
+             {"--heads x", "--heads x"},
+             {"--heads 0/0", "0/0"},
+             {"--context 4 --new-tokens 5", "--new-tokens 5"},
+             {"--head-dim 513", "513"},
+             {"--head-dim 63 --kv-cache-dtype q4", "head_dim 63"}};
   for (const auto& b : bad) {
     const auto e = run(std::string("bench --attention ") + b.args);
     EXPECT_EQ(e.code, 2) << b.args;
     EXPECT_NE(e.err.find(b.names), std::string::npos) << e.err;
   }
+}
+
+TEST_F(Cli, BenchTimesSharedPagesBesideCopiesOfThem) {
+  const std::string args =
+      "bench --attention --heads 6/2 --head-dim 64 --context 600 --num-seqs 4 --shared-tokens 512 "
+      "-t 2 -r 3 ";
+  const auto r = run(args + "-o json");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto row = nlohmann::json::parse(r.out)[0];
+  EXPECT_EQ(row["case"], "6/2 x 64 f16, 1 of 600 x 4, 512 shared");
+  EXPECT_EQ(row["bytes"], (512 + 4 * 88) * 2 * 2 * 64 * 2);
+  EXPECT_EQ(row["samples_ms"].size(), 3u);
+  EXPECT_EQ(row["copied_samples_ms"].size(), 3u);
+  for (const char* key : {"copied_ms", "speedup"}) EXPECT_GT(row[key].get<double>(), 0) << key;
+  EXPECT_NE(run(args + "-o md").out.find("| copied ms | speedup |"), std::string::npos);
 }
 
 nlohmann::json json_of(const testing::Result& r) {
