@@ -173,7 +173,7 @@ bool BlockTable::allocate(std::span<const PageRequest> requests) {
 void BlockTable::replace_shared(int group, size_t index) {
   auto& pages = pages_[group];
   const PageId shared = pages[index];
-  pool_->copy_page(group, shared, pages[index + 1]);
+  pool_->copy_page(group, shared, pages[index + 1], static_cast<int>(length_ % pool_->page_size()));
   pages.erase(pages.begin() + static_cast<std::ptrdiff_t>(index));
   pool_->release(group, {&shared, 1});
 }

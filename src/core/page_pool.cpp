@@ -402,7 +402,7 @@ int32_t PagePool::references(int group, PageId page) const noexcept {
   return impl_->group(group).references(page);
 }
 
-void PagePool::copy_page(int group, PageId from, PageId to) {
+void PagePool::copy_page(int group, PageId from, PageId to, int num_tokens) {
   PageGroup& g = impl_->group(group);
   for (PageId page : {from, to})
     if (g.references(page) == 0)
@@ -411,6 +411,8 @@ void PagePool::copy_page(int group, PageId from, PageId to) {
   if (from == to) return;
   g.copy_page(from, to);
   ++impl_->counters.page_copies;
+  if (impl_->keeper != nullptr)
+    impl_->keeper->on_copied(group, from, to, num_tokens > 0 ? num_tokens : page_size());
 }
 
 bool PagePool::is_shared(int group, PageId page) const noexcept {

@@ -96,6 +96,7 @@ void PrefixIndex::Impl::remove_one(NodeId node, MissReason reason) noexcept {
   for (int g = 0; g < num_groups(); ++g)
     if (tree.page(node, g) != kNoPage) drop_page(node, g);
   const PrefixNode& n = tree.node(node);
+  if (n.num_tokens == page_size) tell_removed(node, reason);
   if (n.num_tokens == page_size && reason != MissReason::kNone) gone(n.hash) = {n.hash, reason};
   tree.remove(node);
 }

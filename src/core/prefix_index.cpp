@@ -53,7 +53,8 @@ PrefixIndex::Impl::Impl(PagePool& p, PrefixIndexOptions o)
       options(checked(std::move(o))),
       page_size(p.page_size()),
       groups(static_cast<size_t>(p.num_groups())),
-      tree(p.page_size(), p.num_groups(), random_seed(), options.hash_bits) {
+      tree(p.page_size(), p.num_groups(), random_seed(), options.hash_bits,
+           options.events != nullptr) {
   for (int g = static_cast<int>(groups.size()); g-- > 0;) {
     groups[g].sliding_window = pool.sliding_window(g);
     groups[g].page_bytes = pool.page_bytes(g);
@@ -63,6 +64,7 @@ PrefixIndex::Impl::Impl(PagePool& p, PrefixIndexOptions o)
 }
 
 PrefixIndex::Impl::~Impl() {
+  is_clearing = true;
   for (Scope& scope : scopes)
     if (scope.root != kNoNode) clear(scope);
   pool.set_keeper(nullptr);
@@ -264,9 +266,11 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
                      .subspan(static_cast<size_t>(page) * size),
                  table, retention);
   } catch (...) {
+    p.tell_stored();
     p.prune(at);
     throw;
   }
+  p.tell_stored();
   if (position != nullptr) {
     position->node = at;
     position->generation = p.tree.node(at).generation;
@@ -301,8 +305,19 @@ NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> token
     ++counters.pages_refused;
     return kNoNode;
   }
+  const bool is_full = static_cast<int>(tokens.size()) == page_size;
+  PageName name{};
+  if (options.events != nullptr && is_full) {
+    name = tree.is_root(parent) ? first_page_name(tokens, scope_of(parent).key)
+                                : page_name(tree.name(parent), tokens);
+    if (stored_.size() == stored_.capacity()) stored_.reserve(2 * stored_.size() + 16);
+  }
   const NodeId replaced = shorter_end(parent, tokens);
   const NodeId node = tree.add(parent, tokens);
+  if (options.events != nullptr && is_full) {
+    tree.name(node) = name;
+    stored_.push_back(node);
+  }
   tree.node(node).priority = static_cast<uint8_t>(retention.priority);
   tree.node(node).ttl_ns = ttl_of(retention);
   if (replaced != kNoNode) remove_one(replaced, MissReason::kNone);
@@ -423,8 +438,11 @@ int64_t PrefixIndex::evict(int group, int64_t num_pages) noexcept {
 }
 
 void PrefixIndex::clear() noexcept {
+  impl_->is_clearing = true;
   for (Impl::Scope& scope : impl_->scopes)
     if (scope.root != kNoNode) impl_->clear(scope);
+  impl_->is_clearing = false;
+  impl_->tell([] { return PageEvent(AllPagesCleared()); });
 }
 
 void PrefixIndex::clear_salt(std::string_view salt) noexcept {

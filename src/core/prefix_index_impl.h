@@ -11,6 +11,7 @@
 
 #include "core/node_list.h"
 #include "core/prefix_tree.h"
+#include "pagedkv/base/function_ref.h"
 #include "pagedkv/core/prefix_index.h"
 
 namespace pagedkv {
@@ -83,6 +84,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   // ---- eviction
   void on_cached(int group, PageId page) noexcept override;
   void on_held(int group, PageId page) noexcept override;
+  void on_copied(int group, PageId from, PageId to, int num_tokens) noexcept override;
   int64_t reclaimable(int group) const noexcept override;
   int64_t reclaim(int group, int64_t count) noexcept override;
   bool is_listed(NodeId node, int group) const noexcept;
@@ -103,6 +105,11 @@ struct PrefixIndex::Impl final : PageKeeper {
   void heap_push(NodeId node) noexcept;
   void heap_erase(NodeId node) noexcept;
   void heap_settle(size_t index) noexcept;
+
+  // ---- events
+  void tell(FunctionRef<PageEvent()> make) noexcept;
+  void tell_stored() noexcept;
+  void tell_removed(NodeId node, MissReason reason) noexcept;
 
   // ---- pins
   PinResult pin(const PrefixScope& scope, std::span<const int32_t> tokens, int64_t ttl_ns);
@@ -135,6 +142,8 @@ struct PrefixIndex::Impl final : PageKeeper {
   int64_t bytes = 0;        // of all known pages
   std::vector<Gone> gone_{kGone};
   PrefixIndexStats counters;           // those that are counted, not derived
+  std::vector<NodeId> stored_;         // by the call under way, not told yet
+  bool is_clearing = false;            // all of it: nobody is told page by page
   mutable std::vector<NodeId> path_;   // of the prompt looked for last
   mutable std::vector<int64_t> runs_;  // scratch
 };

@@ -16,11 +16,12 @@ uint64_t mix(uint64_t a, uint64_t b) noexcept {
 
 }  // namespace
 
-PrefixTree::PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bits)
+PrefixTree::PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bits, bool has_names)
     : page_size_(page_size),
       num_groups_(num_groups),
       seed_(seed),
       hash_mask_(hash_bits < 64 ? (uint64_t{1} << hash_bits) - 1 : ~uint64_t{0}),
+      has_names_(has_names),
       tokens_(page_size),
       pages_(num_groups),
       links_(num_groups),
@@ -46,6 +47,7 @@ NodeId PrefixTree::new_id() {
     tokens_.reserve(ids);
     pages_.reserve(ids);
     links_.reserve(ids);
+    if (has_names_) names_.reserve(ids);
     if (unused_.capacity() < static_cast<size_t>(ids))
       unused_.reserve(static_cast<size_t>(ids + ids / 4 + 64));
     unused_.push_back(num_ids_++);
@@ -198,7 +200,7 @@ void PrefixTree::unlink_sibling(NodeId id) noexcept {
 // ---- report
 
 int64_t PrefixTree::bytes() const noexcept {
-  return nodes_.bytes() + tokens_.bytes() + pages_.bytes() + links_.bytes() +
+  return nodes_.bytes() + names_.bytes() + tokens_.bytes() + pages_.bytes() + links_.bytes() +
          static_cast<int64_t>((buckets_.capacity() + unused_.capacity()) * sizeof(NodeId));
 }
 

@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "pagedkv/core/page_name.h"
 #include "pagedkv/kernels/pages.h"
 
 namespace pagedkv {
@@ -46,7 +47,8 @@ struct PrefixNode {
 class PrefixTree {
  public:
   // hash_bits < 64 cuts hashes short (tests of collisions).
-  PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bits);
+  // has_names: each node has room for a name.
+  PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bits, bool has_names);
 
   NodeId add_root(uint64_t hash);
   // A child for `tokens`, 1..page_size of them, which parent has not; its pages are kNoPage.
@@ -71,6 +73,7 @@ class PrefixTree {
   }
   PageId& page(NodeId id, int group) noexcept { return pages_.at(id)[group]; }
   PageId page(NodeId id, int group) const noexcept { return pages_.at(id)[group]; }
+  PageName& name(NodeId id) noexcept { return names_[id]; }
   NodeLinks& links(NodeId id, int group) noexcept { return links_.at(id)[group]; }
   bool is_root(NodeId id) const noexcept { return nodes_[id].num_tokens == 0; }
 
@@ -119,10 +122,12 @@ class PrefixTree {
 
   int page_size_, num_groups_;
   uint64_t seed_, hash_mask_;
+  bool has_names_;
   Rows<PrefixNode> nodes_{1};
-  Rows<int32_t> tokens_;   // [page_size]
-  Rows<PageId> pages_;     // [num_groups]
-  Rows<NodeLinks> links_;  // [num_groups]
+  Rows<int32_t> tokens_;     // [page_size]
+  Rows<PageId> pages_;       // [num_groups]
+  Rows<PageName> names_{1};  // where has_names_
+  Rows<NodeLinks> links_;    // [num_groups]
   std::vector<NodeId> buckets_;
   std::vector<NodeId> unused_;  // ids; has room for all
   NodeId num_ids_ = 0;

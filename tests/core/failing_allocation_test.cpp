@@ -10,6 +10,7 @@
 #include "core/cache_testing.h"
 #include "core/failing_new.h"
 #include "core/pool_testing.h"
+#include "core/sharing_testing.h"
 #include "pagedkv/base/executor.h"
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
@@ -181,6 +182,54 @@ TEST(FailingAllocation, LeavesAPlanWithoutWork) {
     AttentionPlan plan;
     attempts.watch([&] { return State{plan.num_items()}; });
     attempts.make([&] { plan.prepare(args, 2); });
+  });
+}
+
+// What became known before memory ran out stays known; nothing else of a call that fails is left.
+TEST(FailingAllocation, LeavesThePrefixIndexInOrder) {
+  for_each_failing_allocation([](Attempts& attempts) {
+    PageEventQueue events(64);
+    PagePoolOptions o = options(12, 4, tiny_group());
+    o.groups.push_back(tiny_group(6));
+    o.dynamic = false;
+    o.max_pages = 0;
+    PagePool pool(o);
+    PrefixIndex index(
+        pool, {.ttl_ns = 1000, .min_hit_tokens = 1, .events = &events, .now = [] { return 5; }});
+    std::vector<SharedSequence> all;
+    all.reserve(4);
+    attempts.watch([&] {
+      State state;
+      std::vector<std::vector<int32_t>> expected(2, std::vector<int32_t>(12));
+      for (const SharedSequence& s : all) {
+        state.push_back(s.table.length());
+        state.push_back(s.first_wrong(pool));
+        for (int g = 0; g < 2; ++g)
+          for (const PageId page : s.table.pages(g))
+            if (page != kNoPage) ++expected[g][page];
+      }
+      pool.verify(&expected);
+      index.verify();
+      state.push_back(static_cast<int64_t>(index.pins().size()));
+      return state;
+    });
+    const auto serve = [&](std::vector<int32_t> tokens, const char* salt) {
+      all.push_back({BlockTable(pool), {.salt = salt}, std::move(tokens)});
+      SharedSequence& s = all.back();
+      attempts.make([&] { s.table = index.acquire(s.scope, s.tokens, 0, &s.position); });
+      attempts.make([&] {
+        if (s.table.length() < static_cast<int64_t>(s.tokens.size())) s.compute_all(pool);
+      });
+      attempts.make([&] { index.insert(s.table, s.scope, s.tokens, true, &s.position); });
+      s.table.release_passed();
+    };
+    serve(tokens_from(0, 18), "");
+    serve(joined(tokens_from(0, 14), tokens_from(50, 5)), "");
+    attempts.make([&] { (void)index.pin({}, tokens_from(0, 18)); });
+    attempts.make([&] { (void)index.explain({}, tokens_from(0, 30)); });
+    all.erase(all.begin());
+    serve(tokens_from(70, 17), "a long salt that needs memory of its own");
+    index.clear_salt("");
   });
 }
 

@@ -427,6 +427,58 @@ TEST(PrefixIndex, ExplainsItsMisses) {
   EXPECT_EQ(reason(scope, tokens_from(0, 64)), "new_session");  // nothing of its scope is left
 }
 
+TEST(PrefixIndex, TellsWhatHappensToItsPages) {
+  PageEventQueue queue(100);
+  PagePool pool(fixed_pool(6));
+  PrefixIndex index(pool, {.max_bytes_per_salt = 2 * pool.page_bytes(0), .events = &queue});
+  uint64_t next = 0;
+  const auto told = [&] {
+    std::vector<PageEvent> events;
+    const PageEventBatch batch = queue.poll(next, 100);
+    for (const auto& event : batch.events) events.push_back(*event);
+    next = batch.next_sequence();
+    return events;
+  };
+  const auto tokens = tokens_from(0, 40);
+  const PageName first = first_page_name(std::span(tokens).first(16), {});
+  const PageName second = page_name(first, std::span(tokens).subspan(16, 16));
+  EXPECT_EQ(hex(first), "dc918a88b139e5afe60b88eda27508d4aee16c10fdc354791efea06206ac0749");
+  EXPECT_EQ(hex(second), "c300ec275d7bf08af8fc63e76cdc0086911bbc7091e03c5cf892553bef84ef0c");
+
+  serve(pool, index, tokens);
+  PagesStored stored;
+  stored.block_hashes = {first, second};
+  stored.token_ids = tokens_from(0, 32);
+  stored.block_size = 16;
+  EXPECT_EQ(told(), std::vector<PageEvent>{stored});
+
+  serve(pool, index,
+        joined(tokens_from(0, 20), tokens_from(50, 12)));  // copies from the second page
+  const auto branch = joined(tokens_from(16, 4), tokens_from(50, 12));
+  stored.block_hashes = {page_name(first, branch)};
+  stored.parent_block_hash = first;
+  stored.token_ids = branch;
+  const auto events = told();
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(std::get<PageCopied>(events[0]).num_tokens, 4);
+  EXPECT_EQ(events[1], PageEvent(stored));
+
+  const auto pages = take(pool, 4);  // the end of the first, and its second page
+  EXPECT_EQ(told(), std::vector<PageEvent>{(PagesRemoved{{second}})});
+  pool.release(0, pages);
+  serve(pool, index, tokens_from(100, 32), {.salt = "a"});
+  serve(pool, index, tokens_from(200, 16), {.salt = "a"});
+  index.clear_salt("a");
+  std::vector<RemovalReason> reasons;
+  for (const PageEvent& event : told())
+    if (const auto* removed = std::get_if<PagesRemoved>(&event)) reasons.push_back(removed->reason);
+  EXPECT_EQ(reasons, (std::vector{RemovalReason::kQuota, RemovalReason::kRequested,
+                                  RemovalReason::kRequested}));
+  index.clear();
+  EXPECT_EQ(told(), std::vector<PageEvent>{AllPagesCleared()});
+  EXPECT_EQ(index.stats().events_lost, 0);
+}
+
 TEST(PrefixIndex, ForgetsHeldPagesWithoutHarm) {
   PagePool pool(fixed_pool(16));
   PrefixIndex index(pool);

@@ -102,6 +102,8 @@ class PageKeeper {
   // The last reference to a kept page is gone; the first one to a cached page is there.
   virtual void on_cached(int group, PageId page) noexcept = 0;
   virtual void on_held(int group, PageId page) noexcept = 0;
+  // copy_page() was called.
+  virtual void on_copied(int group, PageId from, PageId to, int num_tokens) noexcept = 0;
   // Cached pages that may be taken.
   virtual int64_t reclaimable(int group) const noexcept = 0;
   // Stops keeping cached pages, those first that matter least, until at least `count` (at most
@@ -145,8 +147,9 @@ class PagePool {
   // nothing, when a page is not held (as often as listed).
   void release(int group, std::span<const PageId> pages);
   int32_t references(int group, PageId page) const noexcept;  // 0: not held
-  // Copies the bytes of a page in every layer of the group, scales included. Both must be held.
-  void copy_page(int group, PageId from, PageId to);
+  // Copies the bytes of a page in every layer of the group, scales included. Both must be held. A keeper hears that
+  // the first num_tokens of them are what it is done for (0: all).
+  void copy_page(int group, PageId from, PageId to, int num_tokens = 0);
   // Whether somebody beside the one who asks, and who holds it, counts on the page's content.
   bool is_shared(int group, PageId page) const noexcept;
   // The bytes of these pages, which must be held, become zeros when they become free.

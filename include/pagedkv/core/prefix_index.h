@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "pagedkv/core/block_table.h"
+#include "pagedkv/core/page_events.h"
 #include "pagedkv/core/page_pool.h"
 #include "pagedkv/core/prefix_scope.h"
 
@@ -33,6 +34,8 @@ struct PrefixIndexOptions {
   double max_pinned_share = 0.5;   // of the pages that the pool may have
   int64_t ttl_ns = 0;              // cached pages go when nobody held them for so long; 0: never
   int min_hit_tokens = 16;         // fewer are not worth a hit
+  // Where it tells what it stores, removes and copies, under the pages' names; must outlive it. Null: nobody is told.
+  PageEventQueue* events = nullptr;
   // The steady clock, in nanoseconds; unset: std::chrono's. For tests.
   std::function<int64_t()> now = nullptr;
   int hash_bits =
@@ -104,6 +107,7 @@ struct PrefixIndexStats {
   int64_t scopes = 0;
   int64_t bytes = 0;        // of the known pages
   int64_t index_bytes = 0;  // that the index itself takes
+  int64_t events_lost = 0;  // there was no memory to make them
 };
 
 class PrefixIndex {
