@@ -15,6 +15,7 @@
 #include "models/ggml/hf_config.h"
 #include "models/toy/toy_model.h"
 #include "pagedkv/base/log.h"
+#include "pagedkv/core/block_table.h"
 
 namespace pagedkv::apps {
 namespace {
@@ -30,7 +31,39 @@ struct PlanOptions {
   bool json = false;
 };
 
-int64_t pages_of(int64_t tokens, int page_size) { return (tokens + page_size - 1) / page_size; }
+// What a run's prompts take at most in a step.
+int64_t step_tokens() { return GgmlModelOptions().max_step_tokens; }
+
+int64_t pages_held(const PagePoolOptions& pool, const LayerGroupSpec& group, int64_t length) {
+  return most_pages_held(length, step_tokens(), pool.page_size, group.sliding_window);
+}
+
+// What a sequence of `length` tokens holds at most.
+int64_t sequence_bytes(const PagePoolOptions& pool, int64_t length) {
+  int64_t bytes = 0;
+  for (const LayerGroupSpec& group : pool.groups)
+    bytes += pages_held(pool, group, length) * group_page_bytes(group, pool.page_size);
+  return bytes;
+}
+
+// Sequences of `length` tokens that `bytes` of pages hold at once.
+int64_t sequences_that_fit(const PagePoolOptions& pool, int64_t bytes, int64_t length) {
+  int64_t most = bytes / sequence_bytes(pool, length);
+  const int64_t pages = pool.dynamic ? INT32_MAX : pool.num_pages;  // of each group
+  for (const LayerGroupSpec& group : pool.groups)
+    most = std::min(most, pages / pages_held(pool, group, length));
+  return most;
+}
+
+// Whole pages of one sequence, in tokens.
+int64_t tokens_that_fit(const PagePoolOptions& pool, int64_t bytes) {
+  int64_t fit = 0, too_many = int64_t{INT32_MAX} + 1;
+  while (too_many - fit > 1) {
+    const int64_t pages = (fit + too_many) / 2;
+    (sequences_that_fit(pool, bytes, pages * pool.page_size) > 0 ? fit : too_many) = pages;
+  }
+  return fit * pool.page_size;
+}
 
 PlannedFormat plan_format(const ModelInfo& model, const KvSettings& settings, const Plan& plan) {
   PlannedFormat row;
@@ -45,13 +78,11 @@ PlannedFormat plan_format(const ModelInfo& model, const KvSettings& settings, co
   for (const LayerGroupSpec& group : pool.groups)
     row.page_bytes += group_page_bytes(group, pool.page_size);
   row.bytes_per_token = row.page_bytes / pool.page_size;
-  row.context_bytes = pages_of(plan.context, pool.page_size) * row.page_bytes;
-  int64_t pages = std::min<int64_t>(plan.bytes / row.page_bytes, INT32_MAX);
-  if (!pool.dynamic) pages = std::min<int64_t>(pages, pool.num_pages);
-  row.tokens = pages * pool.page_size;
+  row.context_bytes = sequence_bytes(pool, plan.context);
+  row.tokens = tokens_that_fit(pool, plan.bytes);
   row.longest = std::min<int64_t>(row.tokens, model.context_length);
   for (const int64_t length : plan.lengths)
-    row.sequences.push_back(pages / pages_of(length, pool.page_size));
+    row.sequences.push_back(sequences_that_fit(pool, plan.bytes, length));
   return row;
 }
 
@@ -82,7 +113,8 @@ std::vector<std::string> assumptions(const ModelInfo& model, const KvSettings& s
   out.push_back(
       "compute: two graphs of the longest step; tokenizer and program are in the headroom");
   if (has_windows(model, settings))
-    out.push_back("layers with a window keep the pages of all tokens, as the pool does");
+    out.push_back("layers with a window keep the pages of it and of a step of " +
+                  std::to_string(step_tokens()) + " tokens; tokens in all: of one sequence");
   return out;
 }
 

@@ -18,8 +18,9 @@ struct PlannedFormat {
   std::string impossible;  // why the model's heads cannot be stored so; the numbers are then 0
   int64_t page_bytes = 0;  // a page of each layer group
   int64_t bytes_per_token = 0;
-  int64_t context_bytes = 0;       // one sequence of Plan::context
-  int64_t tokens = 0;              // over all sequences
+  int64_t context_bytes = 0;  // one sequence of Plan::context
+  // Over all sequences; with a window, of one: several hold each their own.
+  int64_t tokens = 0;
   int64_t longest = 0;             // tokens of one sequence alone, no more than the model's context
   std::vector<int64_t> sequences;  // of each length in Plan::lengths
 };
