@@ -96,17 +96,15 @@ class PoolHandle {
     pool->check_layer(layer);
     struct Seen {
       LayerPages pages;
-      int64_t committed;
+      int64_t extent;
       std::unique_ptr<Exports::View> view;
     };
     Seen seen = locked([&](PagePool& p) {
-      return Seen{p.layer_pages(layer), p.committed(p.group_of_layer(layer)),
-                  pool->exports.add(pool)};
+      return Seen{p.layer_pages(layer), p.extent(p.group_of_layer(layer)), pool->exports.add(pool)};
     });
     const nb::object owner = to_object(std::move(seen.view));
     const auto both = [&](const PageArray& array) {
-      return page_views(array, seen.committed, seen.pages.page_size, seen.pages.num_kv_heads,
-                        owner);
+      return page_views(array, seen.extent, seen.pages.page_size, seen.pages.num_kv_heads, owner);
     };
     return nb::make_tuple(both(seen.pages.keys), both(seen.pages.values));
   }

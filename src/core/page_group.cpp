@@ -20,6 +20,10 @@ uint64_t next_random(uint64_t& state) noexcept {
   return z ^ (z >> 31);
 }
 
+// A run of free pages inside the extent gives its memory back when at least 7 in 8 of its bytes come free: what the
+// kernel holds then stays near what counts as committed. The rest lies in OS pages that neighbours share.
+bool is_worth_it(int64_t freed, int64_t run_bytes) noexcept { return freed >= run_bytes / 8 * 7; }
+
 void fail(const std::string& fault) { throw std::logic_error("page pool: " + fault); }
 
 }  // namespace
@@ -29,7 +33,9 @@ PageGroup::PageGroup(const LayerGroupSpec& spec, int page_size, int64_t num_page
     : sliding_window_(spec.sliding_window),
       page_bytes_(group_page_bytes(spec, page_size)),
       capacity_(num_pages),
-      max_pages_(max_pages) {
+      max_pages_(max_pages),
+      free_(max_pages),
+      absent_(max_pages) {
   for (const LayerSpec& l : spec.layers) {
     LayerPages pages;
     pages.page_size = page_size;
@@ -69,7 +75,21 @@ int64_t PageGroup::resident_bytes() const {
 void PageGroup::reserve_lists(int64_t num_pages) {
   references_.reserve(static_cast<size_t>(num_pages));
   flags_.reserve(static_cast<size_t>(num_pages));
-  free_.reserve(static_cast<size_t>(num_pages));
+  free_.reserve(num_pages);
+  absent_.reserve(num_pages);
+}
+
+// ---- commits
+
+template <class Visit>
+void PageGroup::for_each_restored(int64_t num_pages, const Visit& visit) const noexcept {
+  int64_t left = num_pages - num_committed();
+  for (PageId first = absent_.at_or_after(0); first >= 0 && left > 0;) {
+    const PageRange hole = hole_with({first, first});
+    visit(hole, std::min(left, hole.size()));
+    left -= hole.size();
+    first = absent_.at_or_after(hole.last);
+  }
 }
 
 int PageGroup::try_open(int64_t num_pages) noexcept {
@@ -80,45 +100,126 @@ int PageGroup::try_open(int64_t num_pages) noexcept {
 
 int PageGroup::try_commit(int64_t num_pages) noexcept {
   int error = 0;
-  for (size_t i = 0; i < arrays_.size() && error == 0; ++i)
-    error = arrays_[i].try_commit(num_pages);
+  for (PageMemory& array : arrays_) {
+    for_each_restored(num_pages, [&](PageRange hole, int64_t count) {
+      if (error == 0) error = array.try_restore(hole, count);
+    });
+    if (error == 0) error = array.try_commit(std::max(extent(), num_pages));
+    if (error != 0) break;
+  }
   return error;
 }
 
-void PageGroup::decommit_to(int64_t num_pages) noexcept {
-  for (PageMemory& array : arrays_) array.decommit_to(num_pages);
-}
-
-bool PageGroup::shrink_to(int64_t num_pages) noexcept {
-  int64_t kept = num_committed();
-  while (kept > num_pages && references_[kept - 1] == 0 && !is_kept(static_cast<PageId>(kept - 1)))
-    --kept;
-  const bool gives_back = kept < num_committed();
-  if (gives_back) {
-    std::erase_if(free_, [&](PageId page) { return page >= kept; });
-    references_.resize(static_cast<size_t>(kept));
-    flags_.resize(static_cast<size_t>(kept));
-    decommit_to(kept);
+void PageGroup::undo_commit(int64_t num_pages) noexcept {
+  for (PageMemory& array : arrays_) {
+    array.decommit_to(extent());
+    for_each_restored(num_pages, [&](PageRange hole, int64_t count) {
+      array.try_give_back({hole.first, hole.first + count}, hole);
+    });
   }
-  capacity_ = std::min(capacity_, std::max(num_pages, kept));
-  return gives_back;
 }
 
 void PageGroup::add_committed(int64_t num_pages) noexcept {
-  const int64_t first = num_committed();
-  references_.resize(static_cast<size_t>(num_pages), 0);
-  flags_.resize(static_cast<size_t>(num_pages), 0);
-  // At the bottom of the stack, so that what is already warm is taken first.
-  free_.insert(free_.begin(), static_cast<size_t>(num_pages - first), 0);
-  for (int64_t i = 0; i < num_pages - first; ++i) free_[i] = static_cast<PageId>(num_pages - 1 - i);
+  for (int64_t left = num_pages - num_committed(); left > 0 && !absent_.empty(); --left) {
+    const PageId page = absent_.lowest();
+    absent_.erase(page);
+    free_.insert(page);
+  }
+  const int64_t first = extent();
+  resize(std::max(first, num_pages));
+  for (int64_t page = first; page < extent(); ++page) free_.insert(page);
+  if (absent_.empty())
+    for (PageMemory& array : arrays_) array.use_huge_pages(true);
 }
 
+void PageGroup::resize(int64_t num_pages) noexcept {
+  references_.resize(static_cast<size_t>(num_pages), 0);
+  flags_.resize(static_cast<size_t>(num_pages), 0);
+  free_.resize(num_pages);
+  absent_.resize(num_pages);
+}
+
+// ---- giving back
+
+// `run` and the absent pages on both sides of it.
+PageRange PageGroup::hole_with(PageRange run) const noexcept {
+  while (run.first > 0 && absent_.contains(run.first - 1)) --run.first;
+  while (run.last < extent() && absent_.contains(run.last)) ++run.last;
+  return run;
+}
+
+// Of the free pages with memory that end before `last`: at most `most`.
+int64_t PageGroup::free_run_start(int64_t last, int64_t most) const noexcept {
+  const int64_t lowest = std::max<int64_t>(0, last - most);
+  while (last > lowest && free_.contains(last - 1)) --last;
+  return last;
+}
+
+int64_t PageGroup::cut_to(int64_t num_pages) noexcept {
+  int64_t end = extent();
+  while (end > num_pages && is_free(end - 1)) --end;
+  if (end == extent()) return 0;
+  while (end > 0 && absent_.contains(end - 1)) --end;  // the last page has its memory
+  const int64_t before = num_committed();
+  for (int64_t page = end; page < extent(); ++page)
+    (free_.contains(page) ? free_ : absent_).erase(page);
+  resize(end);
+  for (PageMemory& array : arrays_) {
+    array.decommit_to(end);
+    if (absent_.empty()) array.use_huge_pages(true);
+  }
+  return before - num_committed();
+}
+
+int64_t PageGroup::give_back(int64_t keep, int64_t most) noexcept {
+  int64_t given = 0;
+  for (int64_t end = extent(); end > 0;) {
+    const int64_t left = std::min(most - given, num_committed() - keep);
+    const int64_t last = free_.at_or_before(end - 1) + 1;
+    if (left <= 0 || last <= 0) break;
+    const PageRange run{free_run_start(last, left), last};
+    const bool gives = last == extent() ? cut_to(run.first) > 0 : try_give_back(run);
+    if (gives) given += run.size();
+    end = gives ? run.first : free_run_start(run.first, run.first);
+  }
+  return given;
+}
+
+bool PageGroup::try_give_back(PageRange run) noexcept {
+  const PageRange hole = hole_with(run);
+  const auto freed = [&](const PageMemory& array) {
+    return array.hole_bytes(hole) - array.hole_bytes({hole.first, run.first}) -
+           array.hole_bytes({run.last, hole.last});
+  };
+  int64_t bytes = 0;
+  for (const PageMemory& array : arrays_) bytes += freed(array);
+  if (!is_worth_it(bytes, run.size() * page_bytes_)) return false;
+  for (PageMemory& array : arrays_) {
+    array.use_huge_pages(false);
+    // The first to refuse stops it; once one has given, the pages are absent, and restored before use.
+    if (!array.try_give_back(run, hole) && &array == &arrays_.front()) {
+      array.use_huge_pages(absent_.empty());
+      return false;
+    }
+  }
+  for (int64_t page = run.first; page < run.last; ++page) {
+    free_.erase(page);
+    absent_.insert(page);
+  }
+  return true;
+}
+
+// ---- references
+
 void PageGroup::take(std::span<PageId> out, uint64_t* random) noexcept {
-  assert(out.size() <= free_.size());
+  assert(static_cast<int64_t>(out.size()) <= num_free());
   for (PageId& page : out) {
-    if (random != nullptr) std::swap(free_[next_random(*random) % free_.size()], free_.back());
-    page = free_.back();
-    free_.pop_back();
+    page = -1;
+    if (random != nullptr)
+      page = free_.at_or_after(
+          static_cast<int64_t>(next_random(*random) % static_cast<uint64_t>(extent())));
+    if (page < 0) page = free_.lowest();
+    free_.erase(page);
     references_[page] = 1;
   }
 }
@@ -142,7 +243,7 @@ void PageGroup::make_free(PageId page) noexcept {
       std::memset(array.data() + page * array.page_bytes(), 0,
                   static_cast<size_t>(array.page_bytes()));
   flags_[page] = 0;
-  free_.push_back(page);
+  free_.insert(page);
 }
 
 void PageGroup::retain(std::span<const PageId> pages) {
@@ -153,8 +254,7 @@ void PageGroup::retain(std::span<const PageId> pages) {
   for (PageId page : pages) add_reference(page);
 }
 
-// From the last to the first, so that a table's pages come out again in the order it had them, and that the page of a
-// sequence's end is cached before those it builds on.
+// From the last to the first, so that the page of a sequence's end is cached before those it builds on.
 void PageGroup::release(std::span<const PageId> pages) {
   for (size_t i = 0; i < pages.size(); ++i) {  // first without effect, since it may be refused
     if (references(pages[i]) > 0) {
@@ -195,31 +295,26 @@ void PageGroup::copy_page(PageId from, PageId to) noexcept {
 }
 
 void PageGroup::verify(const std::vector<int32_t>* expected) const {
-  const int64_t committed = num_committed();
-  if (capacity_ < committed || capacity_ > max_pages_)
-    fail("capacity " + std::to_string(capacity_) + " with " + std::to_string(committed) +
-         " pages committed");
-  if (free_.capacity() < references_.size()) fail("the free list has no room for every page");
+  if (capacity_ < extent() || capacity_ > max_pages_)
+    fail("capacity " + std::to_string(capacity_) + " with " + std::to_string(extent()) +
+         " pages, of " + std::to_string(max_pages_) + " at most");
+  if (!free_.is_consistent() || !absent_.is_consistent()) fail("a set of free pages is broken");
+  if (extent() > 0 && absent_.contains(extent() - 1)) fail("the last page has no memory");
   for (const PageMemory& array : arrays_)
-    if (array.pages() != committed)
-      fail("an array has " + std::to_string(array.pages()) + " of " + std::to_string(committed) +
+    if (array.pages() != extent())
+      fail("an array has " + std::to_string(array.pages()) + " of " + std::to_string(extent()) +
            " pages");
 
   int64_t cached = 0;
-  std::vector<bool> is_free(references_.size());
-  for (PageId page : free_) {
-    if (page < 0 || page >= committed)
-      fail("free page " + std::to_string(page) + " does not exist");
-    if (is_free[page]) fail("page " + std::to_string(page) + " is twice on the free list");
-    is_free[page] = true;
-  }
-  for (int64_t page = 0; page < committed; ++page) {
+  for (int64_t page = 0; page < extent(); ++page) {
     const int32_t count = references_[page];
     const bool kept = is_kept(static_cast<PageId>(page));
     cached += kept && count == 0;
-    if (count < 0 || (count == 0 && !kept) != is_free[page])
+    if (free_.contains(page) && absent_.contains(page))
+      fail("page " + std::to_string(page) + " is free with and without its memory");
+    if (count < 0 || (count == 0 && !kept) != is_free(page))
       fail("page " + std::to_string(page) + " has " + std::to_string(count) + " references, is " +
-           (kept ? "kept" : "not kept") + " and is " + (is_free[page] ? "free" : "not free"));
+           (kept ? "kept" : "not kept") + " and is " + (is_free(page) ? "free" : "not free"));
     const auto i = static_cast<size_t>(page);
     const int32_t wanted = expected == nullptr ? count : i < expected->size() ? (*expected)[i] : 0;
     if (count != wanted)

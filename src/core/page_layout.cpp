@@ -6,7 +6,8 @@
 namespace pagedkv {
 namespace {
 
-[[noreturn]] void refuse(const std::string& name, int64_t value, const std::string& rule) {
+template <class Number>
+[[noreturn]] void refuse(const std::string& name, Number value, const std::string& rule) {
   throw std::invalid_argument(name + " " + std::to_string(value) + ": must be " + rule);
 }
 
@@ -55,6 +56,12 @@ void check_options(const PagePoolOptions& options) {
     refuse(
         "max_pages", options.max_pages,
         "0 (from the memory there is) or at least num_pages " + std::to_string(options.num_pages));
+  if (!(options.idle_seconds >= 0 && options.idle_seconds <= 1e6))
+    refuse("idle_seconds", options.idle_seconds, "in 0..1000000 (0: nothing goes back by itself)");
+  if (!(options.idle_keep >= 1 && options.idle_keep <= 1000))
+    refuse("idle_keep", options.idle_keep, "in 1..1000");
+  if (options.idle_floor_bytes < 0)
+    refuse("idle_floor_bytes", options.idle_floor_bytes, "at least 0");
   if (options.groups.empty())
     throw std::invalid_argument("groups: a pool needs at least one layer group");
   for (const LayerGroupSpec& group : options.groups) {

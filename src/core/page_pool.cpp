@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cassert>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "core/idle_window.h"
 #include "core/memory_budget.h"
 #include "core/page_group.h"
 #include "core/page_layout.h"
@@ -30,6 +32,8 @@ constexpr int64_t kMaxCommitBytes = int64_t{8} << 20;
 // Where cached pages give room, the machine is not asked again for so many allocations after it refused
 // to: asking reads about ten files.
 constexpr int64_t kAllocationsBetweenAsking = 64;
+// What give_back_idle() gives back at once: 64 MiB took 22 ms where two cores were shared by ten busy threads.
+constexpr int64_t kMaxGiveBackBytes = int64_t{64} << 20;
 
 std::string count_of(int64_t n, const char* what) {
   return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
@@ -48,7 +52,10 @@ int64_t grown_pages(int64_t current, int64_t required, int64_t window_pages) noe
 }
 
 struct PagePool::Impl {
-  explicit Impl(PagePoolOptions o) : options(std::move(o)), random(options.shuffle_seed) {}
+  explicit Impl(PagePoolOptions o)
+      : options(std::move(o)),
+        idle(std::chrono::duration<double>(options.idle_seconds), options.groups.size()),
+        random(options.shuffle_seed) {}
 
   // What a request that needs memory makes of its group.
   struct Plan {
@@ -85,6 +92,12 @@ struct PagePool::Impl {
   bool commit(std::span<const Plan> plans);
   bool refuse(Refusal why, std::string text);
 
+  void see_use(PageGroup& group, int64_t pages) noexcept {
+    idle.see(static_cast<size_t>(group_index(&group)), pages);
+  }
+  int64_t idle_pages(const PageGroup& group) const noexcept;
+  void count_given(int64_t bytes) noexcept;
+
   int64_t committed_bytes() const noexcept;
   int64_t held_bytes() const noexcept;
   int64_t held_pages() const noexcept;
@@ -101,8 +114,10 @@ struct PagePool::Impl {
   std::vector<std::pair<int, int>> layers;  // layer of the model: group, layer of the group
   int64_t bytes_per_page = 0;               // one page of each group
   PageKeeper* keeper = nullptr;
-  int64_t ask_after = 0;   // allocations
-  PagePoolStats counters;  // those that are counted, not derived
+  int64_t ask_after = 0;  // allocations
+  IdleWindow idle;
+  bool gives_back = false;  // a period has ended, and not all that it left over is given back
+  PagePoolStats counters;   // those that are counted, not derived
   uint64_t random;
   Refusal refusal = Refusal::kNone;
   std::string refusal_text;
@@ -217,8 +232,11 @@ bool PagePool::try_allocate(std::span<const PageRequest> requests) {
     ++p.counters.refusals;
     return false;
   }
-  for (const PageRequest& r : requests)
-    p.group(r.group).take(r.out, p.options.shuffle_seed != 0 ? &p.random : nullptr);
+  for (const PageRequest& r : requests) {
+    PageGroup& g = p.group(r.group);
+    g.take(r.out, p.options.shuffle_seed != 0 ? &p.random : nullptr);
+    p.see_use(g, g.num_in_use());
+  }
   p.counters.pages_peak = std::max(p.counters.pages_peak, p.held_pages());
   p.counters.bytes_peak = std::max(p.counters.bytes_peak, p.held_bytes());
   ++p.counters.allocations;
@@ -337,7 +355,7 @@ bool PagePool::Impl::commit(std::span<const Plan> plans) {
     return refuse(Refusal::kBudget,
                   "a commit of " + std::to_string(bytes) + " bytes was refused (hook)");
   const auto undo = [&](int error) {
-    for (const Plan& done : plans) done.group->decommit_to(done.group->num_committed());
+    for (const Plan& plan : plans) plan.group->undo_commit(plan.target);
     return refuse(Refusal::kBudget, "the machine refused " + std::to_string(bytes) +
                                         " bytes beyond the " + std::to_string(committed_bytes()) +
                                         " committed: " + std::strerror(error));
@@ -357,6 +375,7 @@ bool PagePool::Impl::commit(std::span<const Plan> plans) {
     plan.group->set_capacity(plan.capacity);
   }
   ++counters.commit_events;
+  gives_back = false;  // there is use for it again
   return true;
 }
 
@@ -370,18 +389,56 @@ bool PagePool::try_grow(int group, int64_t num_pages, int64_t room) {
   Impl& p = *impl_;
   PageGroup& g = p.group(group);
   p.refusal = Refusal::kNone;
-  if (num_pages <= g.num_committed()) return true;
-  Impl::Plan plan{&g, num_pages, 0, g.capacity(), room};
-  if (!p.options.dynamic) plan.required = std::max(num_pages, g.capacity());
-  const bool grown = p.check_capacity(plan) && p.grow({&plan, 1});
-  if (!grown) ++p.counters.refusals;
-  return grown;
+  if (num_pages > g.num_committed()) {
+    Impl::Plan plan{&g, num_pages, 0, g.capacity(), room};
+    if (!p.options.dynamic) plan.required = std::max(num_pages, g.capacity());
+    if (!p.check_capacity(plan) || !p.grow({&plan, 1})) {
+      ++p.counters.refusals;
+      return false;
+    }
+  }
+  p.see_use(g, num_pages);
+  return true;
 }
+
+// ---- giving back
 
 void PagePool::shrink_to(int group, int64_t num_pages) {
   if (num_pages < 1)
     throw std::invalid_argument("num_pages " + std::to_string(num_pages) + ": must be at least 1");
-  if (impl_->group(group).shrink_to(num_pages)) ++impl_->counters.shrink_events;
+  PageGroup& g = impl_->group(group);
+  int64_t given = g.cut_to(num_pages);
+  if (impl_->options.dynamic) given += g.give_back(num_pages, g.extent());
+  g.set_capacity(std::min(g.capacity(), std::max(num_pages, g.extent())));
+  impl_->count_given(given * g.page_bytes());
+}
+
+int64_t PagePool::give_back_idle(std::chrono::steady_clock::time_point now) {
+  Impl& p = *impl_;
+  if (p.options.idle_seconds == 0 || !p.options.dynamic) return 0;
+  if (p.idle.advance(now, [&](size_t g) { return p.groups[g].num_in_use(); })) p.gives_back = true;
+  if (!p.gives_back) return 0;
+  int64_t given = 0;
+  for (PageGroup& g : p.groups) {
+    const int64_t most = std::max<int64_t>(1, (kMaxGiveBackBytes - given) / g.page_bytes());
+    given += g.give_back(p.idle_pages(g), most) * g.page_bytes();
+  }
+  p.gives_back = given > 0;
+  p.count_given(given);
+  return given;
+}
+
+// That stay with their memory.
+int64_t PagePool::Impl::idle_pages(const PageGroup& group) const noexcept {
+  const auto peak = static_cast<double>(idle.peak(static_cast<size_t>(group_index(&group))));
+  const int64_t floor = (options.idle_floor_bytes + bytes_per_page - 1) / bytes_per_page;
+  return std::max(floor, static_cast<int64_t>(std::ceil(peak * options.idle_keep)));
+}
+
+void PagePool::Impl::count_given(int64_t bytes) noexcept {
+  if (bytes == 0) return;
+  ++counters.shrink_events;
+  counters.bytes_given_back += bytes;
 }
 
 // ---- references
@@ -466,6 +523,7 @@ int64_t PagePool::capacity(int group) const noexcept { return impl_->group(group
 int64_t PagePool::committed(int group) const noexcept {
   return impl_->group(group).num_committed();
 }
+int64_t PagePool::extent(int group) const noexcept { return impl_->group(group).extent(); }
 int64_t PagePool::max_pages(int group) const noexcept { return impl_->group(group).max_pages(); }
 
 int64_t PagePool::pages_free(int group) const noexcept {

@@ -539,7 +539,7 @@ LayerPages PagedKVCache::layer_pages(int layer) const {
   return impl_->storage ? impl_->storage->pool().layer_pages(layer) : LayerPages();
 }
 int64_t PagedKVCache::committed_blocks() const noexcept {
-  return impl_->storage ? impl_->storage->pool().committed(0) : 0;
+  return impl_->storage ? impl_->storage->pool().extent(0) : 0;
 }
 std::shared_ptr<const void> PagedKVCache::pages_owner() const noexcept { return impl_->storage; }
 std::span<const PageId> PagedKVCache::block_table() const noexcept {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -73,9 +74,49 @@ TEST(PageMemory, GivesBackFromTheEndAndComesBackZeroed) {
   EXPECT_EQ(memory.resident_bytes(), in_os_pages(7 * 6000 + PageMemory::kSlackBytes));
   EXPECT_EQ(memory.data()[7 * 6000 - 1], std::byte{1});
   ASSERT_EQ(memory.try_commit(500), 0);
-  EXPECT_EQ(memory.data()[400 * 6000], std::byte{0});
+  EXPECT_TRUE(std::all_of(memory.data() + 7 * 6000, memory.data() + 500 * 6000,
+                          [](std::byte b) { return b == std::byte{0}; }));
   memory.decommit_to(0);
   EXPECT_EQ(memory.resident_bytes(), 0);
+}
+
+TEST(PageMemory, AHoleComesBackZeroedAndKeepsItsNeighbours) {
+  for (const int64_t page_bytes : {192, 4096, 6000, 32768}) {
+    PageMemory memory(page_bytes, 1001);
+    ASSERT_EQ(memory.try_commit(1000), 0);
+    memory.use_huge_pages(false);
+    std::memset(memory.data(), 1, static_cast<size_t>(1000 * page_bytes));
+    const int64_t full = memory.resident_bytes();
+    const auto is = [&](PageRange pages, int value) {
+      const std::byte* const data = memory.data();
+      return std::all_of(data + pages.first * page_bytes, data + pages.last * page_bytes,
+                         [&](std::byte b) { return b == static_cast<std::byte>(value); });
+    };
+    ASSERT_TRUE(memory.try_give_back({500, 700}, {500, 700}));
+    EXPECT_EQ(memory.resident_bytes(), full - memory.hole_bytes({500, 700}));
+    ASSERT_TRUE(memory.try_give_back({100, 500}, {100, 700}));  // the two join
+    EXPECT_EQ(memory.resident_bytes(), full - memory.hole_bytes({100, 700}));
+    EXPECT_GT(memory.hole_bytes({100, 700}), 600 * page_bytes - 3 * kOsPage);
+    EXPECT_TRUE(is({0, 100}, 1) && is({700, 1000}, 1)) << page_bytes;
+
+    ASSERT_EQ(memory.try_restore({100, 700}, 333), 0);
+    EXPECT_EQ(memory.resident_bytes(), full - memory.hole_bytes({433, 700})) << page_bytes;
+    EXPECT_TRUE(is({100, 433}, 0)) << page_bytes;
+    ASSERT_EQ(memory.try_restore({433, 700}, 267), 0);
+    EXPECT_EQ(memory.resident_bytes(), full);
+    EXPECT_TRUE(is({0, 100}, 1) && is({100, 700}, 0) && is({700, 1000}, 1)) << page_bytes;
+  }
+}
+
+TEST(PageMemory, ARestoreIsUndone) {
+  PageMemory memory(6000, 1001);
+  ASSERT_EQ(memory.try_commit(1000), 0);
+  ASSERT_TRUE(memory.try_give_back({0, 900}, {0, 900}));
+  const int64_t resident = memory.resident_bytes();
+  ASSERT_EQ(memory.try_restore({0, 900}, 77), 0);
+  EXPECT_GT(memory.resident_bytes(), resident);
+  ASSERT_TRUE(memory.try_give_back({0, 77}, {0, 900}));
+  EXPECT_EQ(memory.resident_bytes(), resident);
 }
 
 TEST(PageMemory, MovesWithItsAddress) {

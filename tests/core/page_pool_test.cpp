@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -278,6 +279,10 @@ TEST(PagePool, OptionsOutsideTheirLimitsAreNamed) {
   expect("max_pages 3: must be 0", [](auto& o) { o.max_pages = 3; });
   expect("max_bytes -1", [](auto& o) { o.max_bytes = -1; });
   expect("headroom_bytes -1", [](auto& o) { o.headroom_bytes = -1; });
+  expect("idle_seconds -1.0", [](auto& o) { o.idle_seconds = -1; });
+  expect("idle_seconds nan", [](auto& o) { o.idle_seconds = std::nan(""); });
+  expect("idle_keep 0.5", [](auto& o) { o.idle_keep = 0.5; });
+  expect("idle_floor_bytes -1", [](auto& o) { o.idle_floor_bytes = -1; });
   expect("sliding_window -1", [](auto& o) { o.groups[0].sliding_window = -1; });
   expect("layer group", [](auto& o) { o.groups.clear(); });
   expect("layer group", [](auto& o) { o.groups[0].layers.clear(); });

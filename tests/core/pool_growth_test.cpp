@@ -17,6 +17,7 @@ namespace {
 using testing::group;
 using testing::layer;
 using testing::options;
+using testing::status_kib;
 using testing::take;
 
 std::vector<const void*> addresses(const PagePool& pool) {
@@ -28,35 +29,34 @@ std::vector<const void*> addresses(const PagePool& pool) {
   return all;
 }
 
-// Marks the first row of a page, and tells whether the mark is there, in every layer.
+// Every byte of a page's keys is this value, in every layer.
+bool is_filled(const PagePool& pool, PageId page, std::byte value) {
+  for (int l = 0; l < pool.num_layers(); ++l) {
+    const LayerPages p = pool.layer_pages(l);
+    const int64_t bytes =
+        int64_t{p.page_size} * p.num_kv_heads * row_bytes(p.keys.format, p.keys.head_dim);
+    const std::byte* const begin = p.keys.data + page * bytes;
+    if (std::any_of(begin, begin + bytes, [&](std::byte b) { return b != value; })) return false;
+  }
+  return true;
+}
+
+bool is_zero(const PagePool& pool, PageId page) { return is_filled(pool, page, std::byte{0}); }
+
+// Marks the keys of a page, and tells whether the mark is there, in every layer.
+std::byte mark_of(PageId page) { return static_cast<std::byte>(1 + page % 255); }
+
 void mark(const PagePool& pool, PageId page) {
   for (int l = 0; l < pool.num_layers(); ++l) {
     const LayerPages p = pool.layer_pages(l);
     const int64_t bytes =
         int64_t{p.page_size} * p.num_kv_heads * row_bytes(p.keys.format, p.keys.head_dim);
-    std::memset(p.keys.data + page * bytes, 1 + page % 255, static_cast<size_t>(bytes));
+    std::memset(p.keys.data + page * bytes, static_cast<int>(mark_of(page)),
+                static_cast<size_t>(bytes));
   }
 }
 
-bool is_marked(const PagePool& pool, PageId page) {
-  for (int l = 0; l < pool.num_layers(); ++l) {
-    const LayerPages p = pool.layer_pages(l);
-    const int64_t bytes =
-        int64_t{p.page_size} * p.num_kv_heads * row_bytes(p.keys.format, p.keys.head_dim);
-    for (int64_t i = 0; i < bytes; ++i)
-      if (p.keys.data[page * bytes + i] != static_cast<std::byte>(1 + page % 255)) return false;
-  }
-  return true;
-}
-
-int64_t status_kib(const char* key) {
-  std::ifstream file("/proc/self/status");
-  std::string word;
-  int64_t value = -1;
-  while (file >> word)
-    if (word == key && file >> value) break;
-  return value;
-}
+bool is_marked(const PagePool& pool, PageId page) { return is_filled(pool, page, mark_of(page)); }
 
 class Growth : public ::testing::TestWithParam<PageFormat> {
  protected:
@@ -192,7 +192,7 @@ TEST(Elastic, GrowsOnRequestWithItsMemory) {
   EXPECT_EQ(fixed.stats().pages_committed, 8);  // all, as with the first page
 }
 
-TEST(Elastic, ShrinksFromTheEndDownToWhatIsHeld) {
+TEST(Elastic, ShrinksDownToWhatIsHeld) {
   PagePool pool(options(4, 16, group(2, layer(4, 64))));
   const std::vector<PageId> pages = take(pool, 1000);
   for (PageId page : pages) mark(pool, page);
@@ -210,16 +210,18 @@ TEST(Elastic, ShrinksFromTheEndDownToWhatIsHeld) {
   pool.shrink_to(0, 500);  // never raises it
   EXPECT_EQ(pool.capacity(0), 10);
   EXPECT_EQ(pool.stats().shrink_events, 1);
-  pool.release(0, kept.first(9));  // the last page is held: nothing goes
+  pool.release(0, kept.first(9));  // page 3 has another holder, page 9 is the last
   pool.shrink_to(0, 1);
-  EXPECT_EQ(pool.stats().pages_committed, 10);
+  EXPECT_EQ(pool.capacity(0), 10);
+  EXPECT_EQ(pool.extent(0), 10);
+  EXPECT_EQ(pool.stats().pages_committed, 2);
+  EXPECT_EQ(pool.stats().shrink_events, 2);
+  EXPECT_TRUE(is_marked(pool, 3));
+  EXPECT_TRUE(is_marked(pool, 9));
+  pool.verify();
   const std::vector<PageId> again = take(pool, 100);
   ASSERT_EQ(again.size(), 100u);
-  for (PageId page : again) {
-    if (page >= 10) {
-      EXPECT_FALSE(is_marked(pool, page));  // fresh memory is zero
-    }
-  }
+  for (PageId page : again) EXPECT_TRUE(is_zero(pool, page)) << page;
   EXPECT_THROW(pool.shrink_to(0, 0), std::invalid_argument);
   pool.verify();
 }

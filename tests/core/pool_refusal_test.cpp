@@ -16,8 +16,10 @@ namespace pagedkv {
 namespace {
 
 using testing::group;
+using testing::kSanitized;
 using testing::layer;
 using testing::options;
+using testing::status_kib;
 using testing::take;
 
 constexpr int64_t kPageBytes =
@@ -181,20 +183,6 @@ TEST(Refusal, OfAnyCommitLeavesNothingBehind) {
   }
 }
 
-int64_t status_kib(const char* key) {
-  std::ifstream file("/proc/self/status");
-  std::string word;
-  int64_t value = -1;
-  while (file >> word)
-    if (word == key && file >> value) break;
-  return value;
-}
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 constexpr const char* kNeedsMemory =
     "a sanitizer maps memory of its own, which the limit would refuse";
 constexpr const char* kDoesNotCount = "this kernel does not count RLIMIT_DATA";

@@ -61,6 +61,24 @@ inline std::vector<PageId> take(PagePool& pool, int64_t count, int group = 0, in
   return pages;
 }
 
+// A number of KiB in a file of /proc; -1 without it.
+inline int64_t kib_in(const char* path, const char* key) {
+  std::ifstream file(path);
+  std::string word;
+  int64_t value = -1;
+  while (file >> word)
+    if (word == key && file >> value) break;
+  return value;
+}
+
+inline int64_t status_kib(const char* key) { return kib_in("/proc/self/status", key); }
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;  // maps memory of its own
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 inline bool operator==(const PagePoolStats& a, const PagePoolStats& b) {
   return a.pages_capacity == b.pages_capacity && a.pages_committed == b.pages_committed &&
          a.pages_held == b.pages_held && a.pages_peak == b.pages_peak &&

@@ -4,13 +4,16 @@
 // or the last `sliding_window`). A group has its own page ids, valid in each of its layers; all
 // groups share one byte budget. Every array reserves address space for the most pages it may ever
 // have and commits memory by moving one boundary: growth neither moves nor copies a byte, and every
-// pointer stays valid for the pool's life.
+// pointer stays valid for the pool's life. Memory goes back on request (shrink_to) or after idle time
+// (give_back_idle), from the end and from between held pages; a page without memory gets it again, zeroed,
+// when it is taken, after the same questions as for growth.
 //
 // A page is free, held (references >= 1) or cached: nobody holds it, but a PageKeeper, such as a
 // PrefixIndex, keeps its content until the room is needed. Not thread-safe: one thread, the step loop,
 // calls it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -46,7 +49,12 @@ struct PagePoolOptions {
   int64_t max_bytes = 0;     // over all groups, 0: what the machine and its cgroup allow
   int64_t headroom_bytes = int64_t{256} << 20;  // left to the rest of the machine
   int32_t max_pages = 0;  // of each group: the address space reserved; 0: from max_bytes or memory
-  uint64_t shuffle_seed = 0;  // not 0: hand out page ids in a shuffled order (tests)
+  // What give_back_idle() gives back: the memory beyond `idle_keep` times the most that was in use during
+  // the last `idle_seconds` (0: nothing ever), and beyond the floor.
+  double idle_seconds = 0;       // 0..1e6
+  double idle_keep = 1.25;       // 1..1000: load that varies less gives nothing back
+  int64_t idle_floor_bytes = 0;  // over all groups, the same number of pages in each
+  uint64_t shuffle_seed = 0;     // not 0: hand out page ids in a shuffled order (tests)
   // Asked before each commit with the bytes it adds; false refuses it as the machine would. For
   // tests of failure.
   std::function<bool(int64_t bytes)> commit_hook = nullptr;
@@ -56,8 +64,8 @@ struct PagePoolOptions {
 
 // Counters over all groups; bytes of pages and scales.
 struct PagePoolStats {
-  int64_t pages_capacity = 0;  // page ids that may be handed out without growth
-  int64_t pages_committed = 0;
+  int64_t pages_capacity = 0;   // page ids that may be handed out without growth
+  int64_t pages_committed = 0;  // that have memory
   int64_t pages_held = 0;
   int64_t pages_cached = 0;
   int64_t pages_peak = 0;      // most held at once
@@ -71,7 +79,8 @@ struct PagePoolStats {
   int64_t bytes_moved = 0;   // copied or moved by growth: always 0
   int64_t allocations = 0;   // successful calls
   int64_t grow_events = 0;
-  int64_t shrink_events = 0;
+  int64_t shrink_events = 0;     // calls that gave memory back
+  int64_t bytes_given_back = 0;  // in all
   int64_t commit_events = 0;
   int64_t refusals = 0;         // allocations that failed
   int64_t page_copies = 0;      // copy_page(): copies on write and of partly matching pages
@@ -134,12 +143,23 @@ class PagePool {
   [[nodiscard]] bool try_allocate(std::span<const PageRequest> requests);
   [[nodiscard]] bool try_allocate(int group, std::span<PageId> out, int64_t room = 0);
 
-  // Raises a group's capacity by grown_pages() to at least num_pages, which get their memory now.
-  // Refuses as try_allocate does. Nothing to do where the capacity and the memory are there.
+  // Raises a group's capacity by grown_pages() to at least num_pages, and has as many pages with memory
+  // now, free and held together: to reserve n pages ahead, ask for capacity() - pages_free() + n. Refuses
+  // as try_allocate does. Nothing to do where the capacity and the memory are there.
   [[nodiscard]] bool try_grow(int group, int64_t num_pages, int64_t room = 0);
-  // Gives the memory of free pages beyond the first num_pages back, from the end, as far as no held
-  // page lies behind them, and lowers the group's capacity accordingly (never raises it).
+  // Lowers the group's capacity to the larger of num_pages and the page behind the last held one (never
+  // raises it), and gives back the memory of free pages: of those beyond, then, the highest ids first, of
+  // others while more than num_pages have memory. Runs between held pages that hardly fill an OS page in
+  // each array stay. A pool that may not grow gives back from the end alone: the capacity it has left
+  // cannot be refused.
   void shrink_to(int group, int64_t num_pages);
+  // Gives back what idle_seconds, idle_keep and the floor leave over; the capacity stays. For the step
+  // loop to call at every step and while it waits: about 10 ns when nothing is to do. A period ends with
+  // the first call after idle_seconds, so memory goes between one and two periods after its last use, at
+  // most 64 MiB or one page of a group a call, so that no step waits long. What try_grow() asked for counts
+  // as used then. Nothing is given back by a pool that may not grow. Returns bytes. `now` must not decrease.
+  int64_t give_back_idle(
+      std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now());
 
   // One more reference to each page. The pages must be held or cached.
   void retain(int group, std::span<const PageId> pages);
@@ -164,8 +184,9 @@ class PagePool {
   void unkeep(int group, PageId page);
   bool is_kept(int group, PageId page) const noexcept;
 
-  int64_t capacity(int group) const noexcept;    // pages usable without growth
-  int64_t committed(int group) const noexcept;   // pages that have their memory: the first ones
+  int64_t capacity(int group) const noexcept;   // pages usable without growth
+  int64_t committed(int group) const noexcept;  // pages that have memory
+  int64_t extent(int group) const noexcept;  // ids below it may be read; all that have memory are
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
   int64_t pages_free(int group) const noexcept;  // of capacity
   int64_t bytes_per_token() const noexcept;      // over all layers, scales included
@@ -181,7 +202,7 @@ class PagePool {
   // tests.
   int64_t bytes_resident() const;
 
-  // Recounts everything: each page free or held, none twice on the free list, references equal to
+  // Recounts everything: each page held, free with its memory or free without, references equal to
   // `expected` (per group, per page) where given. Throws std::logic_error naming the first fault.
   void verify(const std::vector<std::vector<int32_t>>* expected = nullptr) const;
 
