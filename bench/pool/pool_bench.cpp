@@ -1,5 +1,9 @@
 // What the page pool costs, as JSON on stdout:
 //   allocate_release_ns  one page taken and given back (median of batches)
+//   of_a_million_ns      with a million pages: each of them released in random order, then allocated; and each
+//                        released and allocated again while all others are held (medians of batches of 2,000)
+//   give_back            memory of free pages given back and taken again: of long runs, and from between held pages;
+//                        idle_ns is a give_back_idle() with nothing to do
 //   grow_step            one commit of the same number of pages at 16 MiB and at 1 GiB held, the budget
 //                        asked of the machine each time; the two alternate over pools of their own
 //   budget_us            asking the machine what is left (part of each commit)
@@ -11,6 +15,8 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "core/memory_budget.h"
@@ -84,6 +90,82 @@ Spread name_pages() {
   return spread(ns);
 }
 
+struct ManyPages {
+  Spread allocate_release, release, allocate;
+};
+
+// Pages of 256 bytes, since bookkeeping alone is timed.
+ManyPages many_pages() {
+  constexpr int64_t kPages = 1'000'000;
+  PagePoolOptions options;
+  options.groups = {{0, {{1, 1, 1, PageFormat::kF32, PageFormat::kF32}}}};
+  options.num_pages = static_cast<int32_t>(kPages);
+  PagePool pool(options);
+  std::vector<PageId> pages;
+  take(pool, pages, kPages);
+  std::mt19937 random(1);
+  std::vector<double> both, release, allocate;
+  // In batches too short to be interrupted often.
+  const auto time_each = [&](std::vector<double>& ns, const auto& call) {
+    constexpr size_t kBatch = 2000;
+    for (size_t i = 0; i < pages.size(); i += kBatch) {
+      const auto start = Clock::now();
+      for (size_t k = i; k < i + kBatch; ++k) call(pages[k]);
+      ns.push_back(ns_since(start) / kBatch);
+    }
+  };
+  const auto give = [&](const PageId& page) { pool.release(0, {&page, 1}); };
+  const auto get = [&](PageId& page) {
+    if (!pool.try_allocate(0, {&page, 1})) std::abort();
+  };
+  for (int round = 0; round < 5; ++round) {
+    std::shuffle(pages.begin(), pages.end(), random);
+    time_each(release, give);
+    time_each(allocate, get);
+    std::shuffle(pages.begin(), pages.end(), random);
+    time_each(both, [&](PageId& page) { give(page), get(page); });
+  }
+  return {spread(both), spread(release), spread(allocate)};
+}
+
+struct GiveBack {
+  std::vector<double> back_us, again_us;  // per MiB
+};
+
+// All but every `period`-th run of `run` pages are free and go back, then come again.
+void give_back(int64_t held, int64_t run, int64_t period, GiveBack& costs) {
+  PagePool pool(model());
+  const int64_t page_bytes = pool.bytes_per_token() * pool.page_size();
+  std::vector<PageId> pages, freed;
+  take(pool, pages, held / page_bytes);
+  for (PageId page : pages)
+    if (page / run % period != period - 1) freed.push_back(page);
+  pool.release(0, freed);
+  const auto mib = [&](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  auto start = Clock::now();
+  pool.shrink_to(0, 1);
+  costs.back_us.push_back(ns_since(start) / 1e3 / mib(pool.stats().bytes_given_back));
+  start = Clock::now();
+  if (!pool.try_grow(0, held / page_bytes)) throw std::runtime_error(pool.refusal_text());
+  costs.again_us.push_back(ns_since(start) / 1e3 / mib(pool.stats().bytes_given_back));
+}
+
+Spread idle_call() {
+  PagePoolOptions options = model();
+  options.idle_seconds = 3600;
+  PagePool pool(options);
+  std::vector<double> ns;
+  constexpr int kBatch = 100000;
+  const auto now = Clock::now();
+  for (int batch = 0; batch < 21; ++batch) {
+    const auto start = Clock::now();
+    for (int i = 0; i < kBatch; ++i)
+      if (pool.give_back_idle(now) != 0) std::abort();
+    ns.push_back(ns_since(start) / kBatch);
+  }
+  return spread(ns);
+}
+
 // Steps of a pool that holds about `held` bytes and has no free page left, added to `ns`. A step
 // that ends early, at the capacity that the growth formula gave, is not counted: kSteps of full
 // size are.
@@ -142,7 +224,30 @@ int main(int argc, char** argv) try {
   print("budget_us", spread(budget), 1e3);
   std::printf(",\n ");
   print("page_name_ns", name_pages(), 1);
-  std::printf("}\n");
+  const ManyPages many = many_pages();
+  std::printf(",\n \"of_a_million_ns\": {");
+  print("allocate_release", many.allocate_release, 1);
+  std::printf(",\n  ");
+  print("release", many.release, 1);
+  std::printf(",\n  ");
+  print("allocate", many.allocate, 1);
+  GiveBack whole, between;
+  for (int i = 0; i < pairs; ++i) {
+    give_back(large_mib << 20, large_mib, 2, whole);
+    give_back(large_mib << 20, 16, 8, between);
+  }
+  std::printf("},\n \"give_back\": {\"held_mib\": %lld, \"rounds\": %d,\n  ",
+              static_cast<long long>(large_mib), pairs);
+  print("run_us_per_mib", spread(whole.back_us), 1);
+  std::printf(",\n  ");
+  print("run_again_us_per_mib", spread(whole.again_us), 1);
+  std::printf(",\n  ");
+  print("between_us_per_mib", spread(between.back_us), 1);
+  std::printf(",\n  ");
+  print("between_again_us_per_mib", spread(between.again_us), 1);
+  std::printf(",\n  ");
+  print("idle_ns", idle_call(), 1);
+  std::printf("}}\n");
 } catch (const std::exception& e) {
   std::fprintf(stderr, "pool_bench: %s\n", e.what());
   return 1;
