@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "apps/plan.h"
 #include "apps/progress.h"
 #include "base/units.h"
 #include "core/memory_budget.h"
@@ -317,16 +318,15 @@ std::unique_ptr<Sampler> LoadedModel::make_sampler(const SamplerOptions& options
 
 std::string startup_line(const ModelInfo& info, const KvSettings& settings, const PagePool& pool,
                          int num_threads) {
-  const int64_t per_token = pool.bytes_per_token();
+  const PagePoolOptions options = pool_options(info, settings);
   const int64_t context = context_tokens(info, settings);
-  const int64_t fits = pool.stats().bytes_limit / std::max<int64_t>(1, per_token);
   return info.description + " | pages " + format_label(settings) + ", " +
-         std::to_string(settings.page_size) + " tokens, " + std::to_string(per_token) +
+         std::to_string(settings.page_size) + " tokens, " + std::to_string(pool.bytes_per_token()) +
          " bytes/token | " + (info.exact ? "exact: " : "not exact: ") + info.exact_reason +
          " | kernels " + kernels().name + ", " + std::to_string(num_threads) +
          (num_threads == 1 ? " thread" : " threads") + " | context " + std::to_string(context) +
-         " tokens = " + format_bytes(context * per_token) + ", memory fits " +
-         std::to_string(fits) + " tokens";
+         " tokens = " + format_bytes(sequence_bytes(options, context)) + ", memory fits " +
+         std::to_string(tokens_that_fit(options, pool.stats().bytes_limit)) + " tokens";
 }
 
 }  // namespace pagedkv::apps

@@ -38,13 +38,16 @@ int64_t pages_held(const PagePoolOptions& pool, const LayerGroupSpec& group, int
   return most_pages_held(length, step_tokens(), pool.page_size, group.sliding_window);
 }
 
-// What a sequence of `length` tokens holds at most.
+}  // namespace
+
 int64_t sequence_bytes(const PagePoolOptions& pool, int64_t length) {
   int64_t bytes = 0;
   for (const LayerGroupSpec& group : pool.groups)
     bytes += pages_held(pool, group, length) * group_page_bytes(group, pool.page_size);
   return bytes;
 }
+
+namespace {
 
 // Sequences of `length` tokens that `bytes` of pages hold at once.
 int64_t sequences_that_fit(const PagePoolOptions& pool, int64_t bytes, int64_t length) {
@@ -55,7 +58,8 @@ int64_t sequences_that_fit(const PagePoolOptions& pool, int64_t bytes, int64_t l
   return most;
 }
 
-// Whole pages of one sequence, in tokens.
+}  // namespace
+
 int64_t tokens_that_fit(const PagePoolOptions& pool, int64_t bytes) {
   int64_t fit = 0, too_many = int64_t{INT32_MAX} + 1;
   while (too_many - fit > 1) {
@@ -64,6 +68,8 @@ int64_t tokens_that_fit(const PagePoolOptions& pool, int64_t bytes) {
   }
   return fit * pool.page_size;
 }
+
+namespace {
 
 PlannedFormat plan_format(const ModelInfo& model, const KvSettings& settings, const Plan& plan) {
   PlannedFormat row;

@@ -36,6 +36,11 @@ struct Plan {
   std::vector<PlannedFormat> formats;
 };
 
+// Bytes of the pages that a sequence of `length` tokens holds at most.
+int64_t sequence_bytes(const PagePoolOptions& pool, int64_t length);
+// Tokens, in whole pages, of the longest sequence that `bytes` of pages hold.
+int64_t tokens_that_fit(const PagePoolOptions& pool, int64_t bytes);
+
 // The formats a plan lists: of keys, of values.
 using FormatPair = std::pair<PageFormat, PageFormat>;
 

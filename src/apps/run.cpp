@@ -234,30 +234,31 @@ int64_t peak_rss_bytes() {
 
 ordered_json stats_json(const PagePool& pool, const KvSettings& settings, int64_t tokens) {
   const auto s = pool.stats();
-  // Pages are counted over all layer groups; a sequence holds equally many in each.
-  const int64_t blocks = s.pages_peak / pool.num_groups();
-  return {
-      {"page_format", format_label(settings)},
-      {"page_size", pool.page_size()},
-      {"pages_peak", s.pages_peak},
-      {"pages_capacity", s.pages_capacity},
-      {"pages_committed", s.pages_committed},
-      {"num_blocks_needed", blocks},
-      {"tokens", tokens},
-      {"block_utilization",
-       blocks ? static_cast<double>(tokens) / static_cast<double>(blocks * pool.page_size()) : 0.0},
-      {"bytes_per_token", pool.bytes_per_token()},
-      {"bytes_in_use", s.bytes_peak},
-      {"bytes_committed", s.bytes_committed},
-      {"bytes_resident", pool.bytes_resident()},
-      {"bytes_reserved", s.bytes_reserved},
-      {"bytes_limit", s.bytes_limit},
-      {"bytes_moved", s.bytes_moved},
-      {"grow_events", s.grow_events},
-      {"commit_events", s.commit_events},
-      {"allocations", s.allocations},
-      {"refusals", s.refusals},
-      {"peak_rss_bytes", peak_rss_bytes()}};
+  int64_t blocks = 0;  // of a layer group, as --num-blocks; pages are counted over all
+  for (int g = 0; g < pool.num_groups(); ++g) blocks = std::max(blocks, pool.pages_peak(g));
+  const double tokens_held =  // where every group has a window, that is not known
+      std::min(static_cast<double>(tokens), static_cast<double>(blocks * pool.page_size()));
+  return {{"page_format", format_label(settings)},
+          {"page_size", pool.page_size()},
+          {"pages_peak", s.pages_peak},
+          {"pages_capacity", s.pages_capacity},
+          {"pages_committed", s.pages_committed},
+          {"num_blocks_needed", blocks},
+          {"tokens", tokens},
+          {"block_utilization",
+           blocks ? tokens_held / static_cast<double>(blocks * pool.page_size()) : 0.0},
+          {"bytes_per_token", pool.bytes_per_token()},
+          {"bytes_in_use", s.bytes_peak},
+          {"bytes_committed", s.bytes_committed},
+          {"bytes_resident", pool.bytes_resident()},
+          {"bytes_reserved", s.bytes_reserved},
+          {"bytes_limit", s.bytes_limit},
+          {"bytes_moved", s.bytes_moved},
+          {"grow_events", s.grow_events},
+          {"commit_events", s.commit_events},
+          {"allocations", s.allocations},
+          {"refusals", s.refusals},
+          {"peak_rss_bytes", peak_rss_bytes()}};
 }
 
 std::string stats_text(const ordered_json& stats, const ordered_json& timings) {

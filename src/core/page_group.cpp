@@ -222,11 +222,13 @@ void PageGroup::take(std::span<PageId> out, uint64_t* random) noexcept {
     free_.erase(page);
     references_[page] = 1;
   }
+  peak_held_ = std::max(peak_held_, num_held());
 }
 
 void PageGroup::add_reference(PageId page) noexcept {
   if (references_[page]++ > 0 || (flags_[page] & kKept) == 0) return;
   --num_cached_;
+  peak_held_ = std::max(peak_held_, num_held());
   keeper_->on_held(group_, page);
 }
 

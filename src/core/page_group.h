@@ -33,6 +33,7 @@ class PageGroup {
   int64_t num_in_use() const noexcept { return num_committed() - num_free(); }  // not free
   int64_t num_cached() const noexcept { return num_cached_; }
   int64_t num_held() const noexcept { return num_in_use() - num_cached_; }
+  int64_t peak_held() const noexcept { return peak_held_; }
   int64_t reserved_bytes() const noexcept;
   int64_t resident_bytes() const;
   int32_t references(PageId page) const noexcept {
@@ -100,6 +101,7 @@ class PageGroup {
   int64_t page_bytes_ = 0;
   int64_t capacity_ = 0;
   int64_t max_pages_ = 0;
+  int64_t peak_held_ = 0;
   std::vector<PageMemory> arrays_;  // K, its scales, V, its scales, layer by layer
   std::vector<LayerPages> layers_;
   std::vector<int32_t> references_;  // of each page of the extent

@@ -531,6 +531,8 @@ int64_t PagePool::pages_free(int group) const noexcept {
   return g.capacity() - g.num_held() - g.num_cached();
 }
 
+int64_t PagePool::pages_peak(int group) const noexcept { return impl_->group(group).peak_held(); }
+
 int64_t PagePool::bytes_per_token() const noexcept {
   return impl_->bytes_per_page / impl_->options.page_size;
 }

@@ -134,6 +134,8 @@ TEST_F(PlanCommand, AWindowTakesWhatAPoolHoldsAtOnce) {
   const int64_t page_bytes = row.page_bytes / 2;  // of either group
   EXPECT_LE(pool.stats().bytes_peak, row.context_bytes);
   EXPECT_GT(pool.stats().bytes_peak, row.context_bytes - 16 * page_bytes);
+  EXPECT_EQ(pool.pages_peak(0), 20000 / 16);
+  EXPECT_LE(pool.pages_peak(1), (99 + 512 + 15 + 15) / 16);
   EXPECT_EQ(row.context_bytes, (20000 / 16 + (99 + 512 + 15 + 15) / 16) * page_bytes);
 
   settings.context = 128;

@@ -89,6 +89,18 @@ TEST(PagePool, AnAllocationOverGroupsIsAllOrNothing) {
   pool.verify();
 }
 
+TEST(PagePool, EachGroupKnowsItsPeak) {
+  PagePoolOptions o = options(8);
+  o.groups.push_back(o.groups[0]);
+  PagePool pool(o);
+  const auto a = testing::take(pool, 5, 0), b = testing::take(pool, 2, 1);
+  pool.release(0, a);
+  (void)testing::take(pool, 3, 0);
+  pool.release(1, b);
+  EXPECT_EQ(pool.pages_peak(0), 5);
+  EXPECT_EQ(pool.pages_peak(1), 2);
+}
+
 TEST(PagePool, ASecondReleaseIsAnErrorThatChangesNothing) {
   PagePool pool(options(8));
   const auto pages = take(pool, 3);

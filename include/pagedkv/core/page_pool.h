@@ -189,6 +189,7 @@ class PagePool {
   int64_t extent(int group) const noexcept;  // ids below it may be read; all that have memory are
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
   int64_t pages_free(int group) const noexcept;  // of capacity
+  int64_t pages_peak(int group) const noexcept;  // most held at once
   int64_t bytes_per_token() const noexcept;      // over all layers, scales included
   int64_t page_bytes(int group) const noexcept;  // over the group's layers, scales included
 
