@@ -139,7 +139,8 @@ class Session {
 
   void reset() {
     chat_.conversation.clear();
-    held_.clear();
+    chat_.engine.prefix_index().clear();
+    num_prompt_ = num_answer_ = 0;
     save();
     std::fputs("forgotten\n", stderr);
   }
@@ -171,7 +172,6 @@ class Session {
     request.prompt = chat_.model.tokenizer->tokenize(
         chat_.model.chat_template->render(chat_.conversation.messages(), chat_.template_kwargs),
         true, true);
-    request.held = &held_;
     num_prompt_ = static_cast<int64_t>(request.prompt.size());
     const Signals signals;
     const auto begin = Clock::now();
@@ -196,11 +196,12 @@ class Session {
     const PagePoolStats s = chat_.pool.stats();
     std::fprintf(
         stderr,
-        "held: %lld of %lld tokens in %lld pages of %d tokens, %s; committed %s, limit %s\n",
-        static_cast<long long>(held_.length()), static_cast<long long>(chat_.engine.context()),
-        static_cast<long long>(s.pages_held), chat_.pool.page_size(),
-        format_bytes(s.bytes_in_use).c_str(), format_bytes(s.bytes_committed).c_str(),
-        format_bytes(s.bytes_limit).c_str());
+        "conversation: %lld of %lld tokens; kept: %lld pages of %d tokens, %s; committed %s, limit "
+        "%s\n",
+        static_cast<long long>(std::max<int64_t>(0, num_prompt_ + num_answer_ - 1)),
+        static_cast<long long>(chat_.engine.context()), static_cast<long long>(s.pages_cached),
+        chat_.pool.page_size(), format_bytes(s.bytes_cached).c_str(),
+        format_bytes(s.bytes_committed).c_str(), format_bytes(s.bytes_limit).c_str());
     if (num_prompt_ == 0) return;
     std::fprintf(
         stderr,
@@ -218,7 +219,6 @@ class Session {
   }
 
   Chat chat_;
-  HeldSequence held_;
   LineEditor editor_;
   bool ended_ = false;
   int64_t num_prompt_ = 0, num_computed_ = 0, num_answer_ = 0;

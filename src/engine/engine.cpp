@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -18,6 +19,10 @@ struct Engine::Running {
   std::vector<int32_t> tokens;  // prompt, then generated
   int64_t num_generated = 0;
   bool done = false;
+  PrefixScope scope = {};
+  bool started = false;
+  int64_t num_known = 0;  // tokens in pages that the prefix index was told of
+  PrefixIndex::Position position = {};
   RequestId branch_of = 0;  // not 0: waits until that request has computed the prompt
 
   int64_t num_computed() const { return table.length(); }
@@ -58,7 +63,8 @@ Engine::Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool,
       tokenizer_(tokenizer),
       pool_(pool),
       make_sampler_(std::move(make_sampler)),
-      options_(options) {
+      options_(std::move(options)),
+      prefix_(pool, options_.prefix) {
   const auto& info = model.info();
   if (options_.context == 0) options_.context = info.context_length;
   if (options_.context < 1 || options_.context > info.context_length)
@@ -72,6 +78,11 @@ Engine::Engine(Model& model, const Tokenizer& tokenizer, PagePool& pool,
   if (options_.max_seqs < 1)
     throw std::invalid_argument("max_seqs " + std::to_string(options_.max_seqs) +
                                 ": must be at least 1");
+  const LayerPages pages = pool.layer_pages(0);
+  scope_.model = info.name;
+  scope_.kv_format = std::string(page_format_name(pages.keys.format)) + "," +
+                     std::string(page_format_name(pages.values.format));
+  scope_.arithmetic_id = info.arithmetic_id;
 }
 
 Engine::~Engine() = default;
@@ -89,7 +100,6 @@ std::vector<RequestId> Engine::submit(GenerationRequest request,
                                       std::span<RequestSink* const> sinks) {
   if (sinks.empty()) throw std::invalid_argument("a request needs at least one sink");
   GenerationRequest branch = request;
-  branch.held = nullptr;
   branch.prompt_logprobs = false;
   std::list<Running> all;
   std::vector<RequestId> ids;
@@ -121,9 +131,17 @@ Engine::Running Engine::make_request(GenerationRequest request, RequestSink& sin
   auto sampler = make_sampler_(request.sampler);
   for (int32_t t : request.prompt) sampler->accept(t);
   auto tokens = request.prompt;
-  BlockTable table = take_held(request);
-  return {next_id_++,      std::move(request), &sink, std::move(table), std::move(sampler),
-          std::move(text), std::move(tokens)};
+  PrefixScope scope = scope_;
+  scope.salt = request.cache_salt;
+  Running r{next_id_++,
+            std::move(request),
+            &sink,
+            BlockTable(pool_, options_.context),
+            std::move(sampler),
+            std::move(text),
+            std::move(tokens)};
+  r.scope = std::move(scope);
+  return r;
 }
 
 // That the pages which a prompt needs at once could be there.
@@ -149,6 +167,9 @@ void Engine::branch_from(const Running& r) {
   for (Running& branch : requests_)
     if (branch.branch_of == r.id) {
       branch.branch_of = 0;
+      branch.started = true;
+      branch.position = r.position;
+      branch.num_known = r.num_known;
       branch.table = r.table.fork();
       branch.table.trim_to(r.num_prompt() - 1);
     }
@@ -164,24 +185,43 @@ void Engine::release_branches(const Running& r) {
     }
 }
 
-// The table to start with: what is held of the beginning of the prompt. The last token is always computed, for its logits.
-BlockTable Engine::take_held(const GenerationRequest& request) {
-  HeldSequence* held = request.held;
-  if (!held || !held->table_) return BlockTable(pool_, options_.context);
-  const auto [ours, theirs] = std::ranges::mismatch(held->tokens_, request.prompt);
-  const int64_t same = request.prompt_logprobs ? 0 : ours - held->tokens_.begin();
-  BlockTable table = std::move(*held->table_);
-  *held = {};
-  const int64_t kept = std::min(same, static_cast<int64_t>(request.prompt.size()) - 1);
-  table.trim_to(table.can_trim_to(kept) ? kept : 0);
-  return table;
+bool Engine::uses_cache(const Running& r) const noexcept {
+  return options_.prefix_cache && r.request.cache_prompt;
 }
 
-void Engine::give_held(Running& r) {
-  if (!r.request.held || r.num_computed() == 0) return;
-  r.tokens.resize(static_cast<size_t>(r.num_computed()));
-  r.request.held->tokens_ = std::move(r.tokens);
-  r.request.held->table_.emplace(std::move(r.table));
+// Whether a running request is yet to compute pages that this one could take from it, and that are not there.
+bool Engine::is_being_computed(const Running& r) const {
+  const auto prompt = std::span(r.request.prompt).first(static_cast<size_t>(r.num_prompt() - 1));
+  for (const Running& other : requests_) {
+    if (!other.started || other.done || !uses_cache(other) || other.scope != r.scope) continue;
+    const auto end = std::ranges::mismatch(prompt, other.request.prompt).in1;
+    const int64_t common = (end - prompt.begin()) / pool_.page_size() * pool_.page_size();
+    if (other.num_known < common && prefix_.match(r.scope, prompt) < common) return true;
+  }
+  return false;
+}
+
+// False: it waits. The last token of a prompt is always computed, for its logits.
+bool Engine::start(Running& r) {
+  if (uses_cache(r) && !r.request.prompt_logprobs) {
+    if (is_being_computed(r)) return false;
+    const auto prompt = std::span(r.request.prompt).first(static_cast<size_t>(r.num_prompt() - 1));
+    r.table = prefix_.acquire(r.scope, prompt, options_.context, &r.position);
+    r.num_known = r.num_computed() / pool_.page_size() * pool_.page_size();
+  }
+  if (r.request.zero_freed_pages) r.table.zero_when_freed();
+  r.started = true;
+  stats_.cached_tokens += r.num_computed();
+  r.sink->on_start(r.num_computed());
+  return true;
+}
+
+// Its pages serve other requests from now on: the full ones, and with `tail` the last one too.
+void Engine::make_known(Running& r, bool tail) {
+  const int64_t full = r.num_computed() / pool_.page_size() * pool_.page_size();
+  if (!uses_cache(r) || (full <= r.num_known && !tail)) return;
+  prefix_.insert(r.table, r.scope, r.tokens, tail, &r.position, r.request.retention);
+  r.num_known = full;
 }
 
 void Engine::cancel(RequestId id) {
@@ -200,6 +240,7 @@ bool Engine::step() {
   else
     run(work);
   ++stats_.steps;
+  pool_.give_back_idle();
   std::erase_if(requests_, [](const Running& r) { return r.done; });
   return !requests_.empty();
 }
@@ -213,8 +254,7 @@ std::vector<Engine::Work> Engine::schedule() {
   for (const bool prefill : {false, true}) {
     for (auto& r : requests_) {
       if (r.prefilling() != prefill || r.branch_of != 0 || budget == 0) continue;
-      const bool started = r.num_computed() > 0;
-      if (!started && running >= options_.max_seqs) continue;
+      if (!r.started && (running >= options_.max_seqs || !start(r))) continue;
       const int64_t n =
           std::min({r.num_left(), budget, prefill ? int64_t{options_.prefill_chunk} : budget});
       const int64_t first = r.num_computed();
@@ -261,6 +301,10 @@ void Engine::take_outputs(const Work& work, std::span<const float> logits) {
   Running& r = *work.request;
   const size_t vocab = model_.info().vocab_size;
   const int64_t end = work.first + work.num_tokens;
+  try {
+    make_known(r, false);
+  } catch (const std::bad_alloc&) {  // others will compute it again
+  }
   if (work.first < r.num_prompt()) {
     stats_.prompt_tokens += std::min(end, r.num_prompt()) - work.first;
     if (end >= r.num_prompt()) branch_from(r);
@@ -304,8 +348,11 @@ void Engine::take_token(Running& r, std::span<const float> logits) {
 void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
   r.done = true;
   release_branches(r);
-  give_held(r);
-  if (!r.request.held) r.table.trim_to(0);
+  try {
+    make_known(r, true);
+  } catch (const std::bad_alloc&) {
+  }
+  r.table.trim_to(0);
   r.sink->on_finish(reason, r.text.finish(), error);
 }
 
@@ -317,7 +364,6 @@ void Engine::fail_newest_blocked() {
         (victim == nullptr || r.num_computed() > 0 || victim->num_computed() == 0))
       victim = &r;
   const std::string text = victim->table.refusal_text();
-  victim->request.held = nullptr;  // its pages must go
   finish(*victim, FinishReason::kError,
          pool_.refusal() == PagePool::Refusal::kBudget
              ? std::make_exception_ptr(MemoryError(text))

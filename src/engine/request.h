@@ -9,24 +9,9 @@
 #include <vector>
 
 #include "models/text.h"
-#include "pagedkv/core/block_table.h"
+#include "pagedkv/core/prefix_index.h"
 
 namespace pagedkv {
-
-class Engine;
-
-// The tokens of a conversation whose keys and values stay in the pool between its requests. One request at a time; the
-// pool and a request under way must not outlive it.
-class HeldSequence {
- public:
-  int64_t length() const noexcept { return table_ ? table_->length() : 0; }
-  void clear() { *this = {}; }  // gives the pages back
-
- private:
-  friend Engine;
-  std::optional<BlockTable> table_;
-  std::vector<int32_t> tokens_;  // those in the table
-};
 
 struct GenerationRequest {
   std::vector<int32_t> prompt;  // token ids, at least one
@@ -36,9 +21,12 @@ struct GenerationRequest {
   bool ignore_end = false;        // go on after end-of-generation tokens
   bool logprobs = false;          // compute log-probabilities of generated tokens
   bool prompt_logprobs = false;   // and of the prompt's
-  // Not null: what it holds and the prompt begins with is not computed again (but with prompt_logprobs, or where a
-  // sliding window has passed what goes before it), and when the request ends, it holds what was computed.
-  HeldSequence* held = nullptr;
+  // Whether pages of other requests may serve it, and its pages others: those with the same salt, for as long as
+  // `retention` says. With prompt_logprobs all of its prompt is computed.
+  bool cache_prompt = true;
+  std::string cache_salt;  // a tenant's; empty: shared by all who have none
+  Retention retention = {};
+  bool zero_freed_pages = false;  // its pages are zeroed when they become free
 };
 
 enum class FinishReason { kStop, kLength, kCancelled, kError };
@@ -57,6 +45,8 @@ struct TokenEvent {
 class RequestSink {
  public:
   virtual ~RequestSink() = default;
+  // It starts to run; the first num_cached tokens of its prompt need not be computed.
+  virtual void on_start(int64_t num_cached) { (void)num_cached; }
   // `done` of `total` prompt tokens are computed.
   virtual void on_prompt(int64_t done, int64_t total) { (void)done, (void)total; }
   // Log-probability of prompt token `index` (from 1: the first has none).

@@ -126,7 +126,7 @@ TEST_F(ChatTest, HoldsWhatWasSaidAndKeepsTheConversation) {
   t.expect(kPrompt);
   t.type("/stats\r");
   // "system: Be brief.\nuser: AB\nassistant:" is 37 tokens; the newest of the answer's is not stored.
-  t.expect("held: 41 of 512 tokens in 3 pages of 16");
+  t.expect("conversation: 41 of 512 tokens; kept: 3 pages of 16");
   t.expect("last turn: 37 of 37 prompt tokens computed");
   t.type("CD\r");
   t.expect(kPrompt);

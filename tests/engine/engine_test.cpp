@@ -13,6 +13,7 @@ namespace pagedkv {
 namespace {
 
 struct Recorder final : RequestSink {
+  void on_start(int64_t n) override { num_cached = n; }
   void on_prompt(int64_t done, int64_t) override { chunks.push_back(done); }
   void on_prompt_logprob(int64_t index, double logprob) override {
     EXPECT_EQ(index, static_cast<int64_t>(prompt_logprobs.size()) + 1);
@@ -35,6 +36,7 @@ struct Recorder final : RequestSink {
     return tokens == o.tokens && text == o.text && logprobs == o.logprobs &&
            prompt_logprobs == o.prompt_logprobs && reason == o.reason;
   }
+  int64_t num_cached = -1;
   std::vector<int64_t> chunks;
   std::vector<int32_t> tokens;
   std::vector<double> logprobs, prompt_logprobs;
@@ -309,13 +311,12 @@ TEST(Engine, AStepThatFailsIsUndoneWithItsWindowStillThere) {
             texts(make_toy_model(toy)));
 }
 
-// A conversation that holds its tokens: what each turn says is what a fresh request with the same prompt says.
+// A conversation: what each turn says is what a fresh request with the same prompt says.
 struct Conversation {
   // Returns how many prompt tokens were computed.
   int64_t turn(const std::string& prompt, int64_t n, KvSettings kv = {}) {
     GenerationRequest request = f.request(prompt, n);
     request.prompt_logprobs = false;
-    request.held = &held;
     Recorder got, want = alone(prompt, n, kv);
     const int64_t before = f.engine.stats().prompt_tokens;
     f.engine.submit(std::move(request), got);
@@ -323,56 +324,163 @@ struct Conversation {
     EXPECT_EQ(got.text, want.text);
     EXPECT_EQ(got.logprobs, want.logprobs);
     said = prompt + got.text;
-    return f.engine.stats().prompt_tokens - before;
+    const int64_t computed = f.engine.stats().prompt_tokens - before;
+    EXPECT_EQ(got.num_cached, static_cast<int64_t>(prompt.size()) - computed);
+    f.engine.prefix_index().verify();
+    return computed;
   }
   Fixture f;
-  HeldSequence held;
   std::string said;
 };
 
-TEST(Engine, HeldTokensAreNotComputedAgain) {
-  Conversation c;
+EngineOptions every_hit() {
+  EngineOptions o;
+  o.prefix.min_hit_tokens = 1;
+  return o;
+}
+
+TEST(Engine, WhatWasSaidIsNotComputedAgain) {
+  Conversation c{Fixture({}, every_hit()), {}};
   EXPECT_EQ(c.turn("a first question?", 10), 17);
-  EXPECT_EQ(c.held.length(), 26);  // the newest token is never stored
   const std::string second = c.said + " And then?";
-  EXPECT_EQ(c.turn(second, 10), 11);
-  EXPECT_EQ(c.turn(second, 10),
-            1);  // of a prompt that is held whole the last token is computed, for its logits
+  EXPECT_EQ(c.turn(second, 10), 11);  // the newest token is never stored
+  EXPECT_EQ(c.turn(second, 10), 1);   // the last token of a prompt is computed, for its logits
   EXPECT_EQ(c.turn("a first quest", 5), 1);
   EXPECT_EQ(c.turn("a first quiz", 5), 2);
   EXPECT_EQ(c.turn("other", 5), 5);
-  c.held.clear();
-  EXPECT_EQ(c.f.pool.stats().pages_held, 0);
+  c.f.engine.prefix_index().clear();
+  EXPECT_EQ(c.f.pool.stats().pages_cached, 0);
   EXPECT_EQ(c.turn("other", 5), 5);
 }
 
-TEST(Engine, WhatAWindowHasPassedIsComputedAgain) {
+TEST(Engine, WhatAWindowHasPassedServesAnEarlierPlace) {
   KvSettings kv;
   kv.sliding_window = 32;
-  Conversation c{Fixture(kv), {}, {}};
+  Conversation c{Fixture(kv), {}};
   const std::string prompt(100, 'a');
   EXPECT_EQ(c.turn(prompt, 50, kv), 100);
-  EXPECT_LE(c.f.pool.stats().pages_held, 4);
-  EXPECT_EQ(c.turn(c.said + "!", 10, kv), 2);  // the window before it is there
-  EXPECT_EQ(c.turn(prompt, 10, kv), 100);      // before this one it is not
-  c.held.clear();
-  EXPECT_EQ(c.f.pool.stats().pages_held, 0);
+  EXPECT_EQ(c.turn(c.said + "!", 10, kv), 2);
+  EXPECT_EQ(c.turn(prompt, 10, kv), 1);
+  c.f.engine.prefix_index().evict(0, 1000);
+  EXPECT_EQ(c.turn(prompt, 10, kv), 100);
 }
 
-TEST(Engine, HoldsWhatACancelledRequestHadComputed) {
+TEST(Engine, WhatACancelledRequestHadComputedServes) {
   Conversation c;
   const std::string prompt(100, 'x');
   GenerationRequest request = c.f.request(prompt, 50);
   request.prompt_logprobs = false;
-  request.held = &c.held;
   Recorder r;
   const RequestId id = c.f.engine.submit(std::move(request), r);
   c.f.engine.step();
   c.f.engine.step();
   c.f.engine.cancel(id);
   EXPECT_EQ(r.tokens.size(), 2u);
-  EXPECT_EQ(c.held.length(), 101);
   EXPECT_EQ(c.turn(prompt + r.text + "y", 5), 2);
+}
+
+// FC-07 on the toy model, whose text depends on every stored token.
+TEST(Engine, WarmIsWhatColdIs) {
+  for (const int page_size : {1, 3, 16, 64})
+    for (const bool window : {false, true}) {
+      KvSettings kv;
+      kv.page_size = page_size;
+      const ToyOptions toy{.sliding_window = window ? 20 : 0};
+      for (int n = 1; n <= 80; ++n) {
+        std::string prompt;
+        for (int i = 0; i < n; ++i) prompt += static_cast<char>('a' + (i * i + n) % 26);
+        Fixture f(kv, every_hit(), toy);
+        Recorder first;
+        for (int round = 0; round < 3; ++round) {
+          Recorder r;
+          auto request = f.request(prompt, 32);
+          request.prompt_logprobs = false;
+          f.engine.submit(std::move(request), r);
+          f.run_all();
+          EXPECT_EQ(r.num_cached, round == 0 ? 0 : n - 1) << page_size << ' ' << n;
+          if (round == 0) first = r;
+          EXPECT_TRUE(r == first) << page_size << ' ' << n;
+        }
+      }
+    }
+}
+
+// FC-09, FC-31: the parts of the engine.
+TEST(Engine, SaltsKeepTenantsApart) {
+  Fixture f;
+  std::vector<int64_t> cached;
+  for (const char* salt : {"A", "A", "B", "", "A"}) {
+    auto request = f.request(std::string(320, 'p'), 4);
+    request.prompt_logprobs = false;
+    request.cache_salt = salt;
+    request.zero_freed_pages = true;
+    Recorder r;
+    f.engine.submit(std::move(request), r);
+    f.run_all();
+    cached.push_back(r.num_cached);
+  }
+  EXPECT_EQ(cached, (std::vector<int64_t>{0, 319, 0, 0, 319}));
+  auto request = f.request(std::string(320, 'p'), 4);
+  request.prompt_logprobs = request.cache_prompt = false;
+  Recorder r;
+  f.engine.submit(std::move(request), r);
+  f.run_all();
+  EXPECT_EQ(r.num_cached, 0);
+}
+
+TEST(Engine, APromptThatSeveralShareIsComputedOnce) {
+  Fixture f({}, {.prefill_chunk = 64, .max_seqs = 64}, {.max_step_tokens = 200});
+  const std::string shared(350, 's');
+  std::vector<Recorder> got(64);
+  for (size_t i = 0; i < got.size(); ++i) {
+    auto request =
+        f.request(shared + std::string(40, static_cast<char>('a' + i % 26)) + std::to_string(i), 8);
+    request.prompt_logprobs = false;
+    f.engine.submit(std::move(request), got[i]);
+  }
+  f.run_all();
+  for (size_t i = 0; i < got.size(); ++i) {
+    const Recorder want =
+        alone(shared + std::string(40, static_cast<char>('a' + i % 26)) + std::to_string(i), 8);
+    EXPECT_EQ(got[i].text, want.text) << i;
+    EXPECT_GE(got[i].num_cached, i == 0 ? 0 : 336) << i;
+  }
+  EXPECT_LE(f.pool.stats().pages_peak, 21 + 64 * 5);
+}
+
+// FC-11
+TEST(Engine, ConcurrentRequestsUnderEvictionSayWhatTheySayAlone) {
+  KvSettings kv;
+  kv.num_pages = 40;
+  kv.dynamic = false;
+  Fixture f(kv);
+  const auto prompt = [](int i) {
+    return "conversation " + std::to_string(i) + " marker" +
+           std::string(1, static_cast<char>('A' + i % 26)) +
+           std::string(static_cast<size_t>(60 + 7 * i % 90), static_cast<char>('a' + i % 20));
+  };
+  const auto submit = [&](int i, Recorder& r) {
+    auto request = f.request(prompt(i), 20);
+    request.prompt_logprobs = false;
+    f.engine.submit(std::move(request), r);
+  };
+  for (int i = 0; i < 16; ++i) {
+    Recorder r;
+    submit(i, r);
+    f.run_all();
+  }
+  for (int round = 0; round < 20; ++round) {
+    Recorder both[2];
+    for (int i = 0; i < 2; ++i) submit(100 + 2 * round + i, both[i]);
+    f.run_all();
+    for (int i = 0; i < 2; ++i) {
+      const Recorder want = alone(prompt(100 + 2 * round + i), 20, kv);
+      EXPECT_EQ(both[i].text, want.text);
+      EXPECT_LE(both[i].num_cached, 16);  // "conversation 1.."
+    }
+    f.engine.prefix_index().verify();
+  }
+  EXPECT_GT(f.engine.prefix_index().stats().pages_evicted, 0);
 }
 
 TEST(Engine, AnswersToOnePromptShareItsPagesAndAreWhatTheyAreAlone) {
@@ -472,7 +580,9 @@ TEST(Engine, AnswersThatOutgrowAFixedPoolFailOneByOne) {
   Fixture f(kv);
   Recorder answers[3];
   RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2]};
-  f.engine.submit(f.request(std::string(96, 'y'), 60), sinks);
+  auto request = f.request(std::string(96, 'y'), 60);
+  request.sampler.temperature = 1;  // equal answers would be kept once
+  f.engine.submit(std::move(request), sinks);
   f.run_all();
   int whole = 0;
   for (const Recorder& r : answers) {
@@ -489,13 +599,13 @@ TEST(Engine, AnswersThatOutgrowAFixedPoolFailOneByOne) {
 
 TEST(Engine, PromptProbabilitiesNeedEveryToken) {
   Conversation c;
-  c.turn("hello world", 5);
-  GenerationRequest request = c.f.request("hello world", 5);
-  request.held = &c.held;
+  const std::string prompt = "hello world, and whoever reads this";
+  c.turn(prompt, 5);
   Recorder r;
-  c.f.engine.submit(std::move(request), r);
+  c.f.engine.submit(c.f.request(prompt, 5), r);
   c.f.run_all();
-  EXPECT_EQ(r.prompt_logprobs, alone("hello world", 5).prompt_logprobs);
+  EXPECT_EQ(r.num_cached, 0);
+  EXPECT_EQ(r.prompt_logprobs, alone(prompt, 5).prompt_logprobs);
 }
 
 TEST(Engine, ARequestThatCannotGoOnHoldsNothing) {
@@ -503,14 +613,10 @@ TEST(Engine, ARequestThatCannotGoOnHoldsNothing) {
   kv.num_pages = 4;
   kv.dynamic = false;
   Fixture f(kv);
-  HeldSequence held;
-  GenerationRequest request = f.request(std::string(60, 'a'), 100);
-  request.held = &held;
   Recorder r;
-  f.engine.submit(std::move(request), r);
+  f.engine.submit(f.request(std::string(60, 'a'), 100), r);
   f.run_all();
   EXPECT_EQ(r.reason, FinishReason::kError);
-  EXPECT_EQ(held.length(), 0);
   EXPECT_EQ(f.pool.stats().pages_held, 0);
 }
 
