@@ -11,6 +11,7 @@
 #include <random>
 
 #include "apps/bench_attention.h"
+#include "apps/bench_prefix.h"
 #include "apps/cli.h"
 #include "apps/cpu_name.h"
 #include "engine/text_stream.h"
@@ -31,6 +32,8 @@ struct BenchOptions {
   std::string output = "md";
   bool attention = false;
   AttentionBench one;  // with --attention
+  bool prefix = false;
+  PrefixBench sharing;  // with --prefix
 };
 
 struct Case {
@@ -222,8 +225,50 @@ int bench_one_attention(BenchOptions o) {
   return kOk;
 }
 
+void print_prefix(const ordered_json& r, bool first) {
+  if (first)
+    std::printf(
+        "| requests | shared + own | threads | prompts ms | alone | speedup | answers ms | alone | "
+        "speedup | MiB | alone |\n"
+        "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n");
+  const auto number = [&](const char* run, const char* what) { return r[run][what].get<double>(); };
+  constexpr double kMiB = 1 << 20;
+  std::printf("| %d | %d + %d | %d | %.0f | %.0f | %.2f | %.0f | %.0f | %.2f | %.1f | %.1f |\n",
+              r["n_requests"].get<int>(), r["n_shared"].get<int>(), r["n_own"].get<int>(),
+              r["n_threads"].get<int>(), number("shared", "prompt_ms"),
+              number("alone", "prompt_ms"), number("speedup", "prompt"), number("shared", "gen_ms"),
+              number("alone", "gen_ms"), number("speedup", "gen"),
+              number("shared", "bytes_peak") / kMiB, number("alone", "bytes_peak") / kMiB);
+  std::fflush(stdout);
+}
+
+// Once for each number of threads.
+int bench_sharing(BenchOptions o) {
+  const KvSettings settings = o.model.kv_settings();
+  o.sharing.repetitions = o.repetitions;
+  if (o.threads.empty()) o.threads = {o.model.threads()};
+  ordered_json all = ordered_json::array();
+  for (const int threads : o.threads) {
+    o.model.num_threads = threads;
+    auto m = load_model(o.model, true);
+    ordered_json& r = all.emplace_back(bench_prefix(m, settings, o.sharing));
+    r["n_threads"] = threads;
+    r["cpu_info"] = cpu_name();
+    r["kernel_set"] = kernels().name;
+    r["test_time"] = test_time();
+    if (o.output == "jsonl") std::cout << r.dump() << std::endl;
+    if (o.output == "md") print_prefix(r, all.size() == 1);
+  }
+  if (o.output == "json") std::cout << all.dump(2) << std::endl;
+  if (!std::cout || std::ferror(stdout) != 0)
+    throw std::runtime_error("standard output: cannot be written");
+  return kOk;
+}
+
 int bench(BenchOptions o) {
+  if (o.attention && o.prefix) throw std::invalid_argument("--prefix: --attention is given too");
   if (o.attention) return bench_one_attention(std::move(o));
+  if (o.prefix) return bench_sharing(std::move(o));
   const auto cases = cases_of(o);
   const KvSettings settings = o.model.kv_settings();
   if (o.threads.empty()) o.threads = {o.model.threads()};
@@ -279,6 +324,25 @@ void add_bench(CLI::App& app, std::function<int()>& command) {
   name_variable(sub->add_flag("--no-warmup", o->no_warmup, "leave the warm-up run out"));
   add_option(*sub, "--flash-attn", o->flash_attn, "(-fa) attention is always fused: 1, on or auto")
       ->check(CLI::IsMember({"1", "on", "auto"}));
+  auto* sharing = "Shared beginnings";
+  name_variable(
+      sub->add_flag("--prefix", o->prefix,
+                    "time requests whose prompts begin alike, with that beginning's pages "
+                    "shared and without"))
+      ->group(sharing);
+  add_option(*sub, "--prefix-tokens", o->sharing.shared_tokens,
+             "tokens that all prompts begin with")
+      ->check(CLI::Range(1, 1 << 24))
+      ->group(sharing);
+  add_option(*sub, "--own-tokens", o->sharing.own_tokens, "tokens of each prompt behind them")
+      ->check(CLI::Range(1, 1 << 24))
+      ->group(sharing);
+  add_option(*sub, "--prefix-requests", o->sharing.num_requests, "requests at once")
+      ->check(CLI::Range(1, 256))
+      ->group(sharing);
+  add_option(*sub, "--answer-tokens", o->sharing.num_gen, "tokens of each answer")
+      ->check(CLI::Range(1, 1 << 24))
+      ->group(sharing);
   auto* attention = "Attention alone";
   name_variable(
       sub->add_flag("--attention", o->attention,

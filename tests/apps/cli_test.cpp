@@ -68,6 +68,8 @@ TEST_F(Cli, UsageErrorsAreTwoAndNameTheValue) {
       {"run -m toy: x --stop ''", "stop"},
       {"bench -m toy: -p 0 -n 0", "nothing"},
       {"bench -m toy: -o xml", "xml"},
+      {"bench -m toy: --prefix --prefix-requests 0", "prefix-requests"},
+      {"bench -m toy: --prefix --attention", "--prefix"},
       {"perplexity -m toy:", "no text"},
       {"perplexity -m toy: /nonexistent", "/nonexistent"},
       {"perplexity -m toy: /dev/null", "/dev/null: is empty"},
@@ -303,6 +305,21 @@ TEST_F(Cli, BenchHasTheFieldsOfLlamaBench) {
     EXPECT_GT(row["avg_ts"].get<double>(), 0);
   }
   EXPECT_EQ(rows[3]["n_depth"], 64);
+}
+
+TEST_F(Cli, BenchShowsWhatASharedBeginningSaves) {
+  const auto r =
+      run("bench --prefix -m toy: --prefix-tokens 200 --own-tokens 10 --prefix-requests 4 "
+          "--answer-tokens 4 -r 2 -t 1 -o json");
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto row = nlohmann::json::parse(r.out).at(0);
+  EXPECT_EQ(row["alone"]["prompt_tokens_computed"], 4 * 210);
+  EXPECT_EQ(row["shared"]["prompt_tokens_computed"], 210 + 3 * 10);
+  EXPECT_LT(row["shared"]["pages_peak"], row["alone"]["pages_peak"]);
+  EXPECT_GT(row["bytes_saved"].get<int64_t>(), 0);
+  EXPECT_EQ(row["shared"]["samples_prompt_ms"].size(), 2u);
+  EXPECT_EQ(run("bench --prefix -m toy: --prefix-tokens 5000 -r 1 -t 1").code, 6);
+  EXPECT_EQ(run("bench --prefix -m toy: --prefix-requests 2 -r 1 -t 1").code, 0);
 }
 
 TEST_F(Cli, SeveralAnswersShareThePromptAndDrawWithSeedsOfTheirOwn) {
