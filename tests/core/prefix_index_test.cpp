@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <random>
@@ -477,6 +478,48 @@ TEST(PrefixIndex, TellsWhatHappensToItsPages) {
   index.clear();
   EXPECT_EQ(told(), std::vector<PageEvent>{AllPagesCleared()});
   EXPECT_EQ(index.stats().events_lost, 0);
+}
+
+// FC-05, the part of the index; window_test.cpp has the rest.
+TEST(PrefixIndex, AHitBehindAWindowHasTheWholeWindow) {
+  for (const bool has_full_group : {false, true}) {
+    PagePoolOptions o = options(64, 16, tiny_group(32));
+    if (has_full_group) o.groups.push_back(tiny_group());
+    PagePool pool(o);
+    PrefixIndex index(pool);
+    const auto first = tokens_from(0, 200);
+    SharedSequence a = begin(pool, index, first);
+    while (a.table.length() < 200) {
+      ASSERT_TRUE(a.compute(pool, a.table.length() < 100 ? 20 : 1));
+      index.insert(a.table, {}, a.tokens, a.table.length() == 200, &a.position);
+      a.table.release_passed();
+      EXPECT_LE(std::ranges::count_if(a.table.pages(0), [](PageId p) { return p != kNoPage; }), 4);
+    }
+    a.table.trim_to(0);
+    const auto changed = joined(tokens_from(0, 97), tokens_from(900, 103));
+    SharedSequence b = begin(pool, index, changed);
+    EXPECT_EQ(b.table.length(), 97);
+    EXPECT_EQ(b.table.num_passed(0), 4);  // tokens 66 to 96 are seen next
+    EXPECT_EQ(b.first_wrong(pool), -1);
+    b.table.trim_to(0);
+    EXPECT_EQ(index.match({}, tokens_from(0, 150)), 150);
+
+    // Without the window's pages there is no hit, and it says so.
+    index.evict(0, 1000);
+    index.verify();
+    const int64_t hit = index.match({}, changed);
+    EXPECT_EQ(hit, 0);
+    if (has_full_group) {
+      EXPECT_EQ(index.explain({}, tokens_from(0, 97)).reason, MissReason::kWindowEvicted);
+      EXPECT_EQ(index.explain({}, tokens_from(0, 97)).known_tokens, 97);
+    }
+    SharedSequence c = begin(pool, index, changed);
+    EXPECT_EQ(c.table.length(), hit);
+    ASSERT_TRUE(c.compute_all(pool));
+    EXPECT_EQ(c.first_wrong(pool), -1);
+    index.insert(c.table, {}, c.tokens, true, &c.position);
+    index.verify();
+  }
 }
 
 TEST(PrefixIndex, ForgetsHeldPagesWithoutHarm) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -129,6 +130,7 @@ class Session {
     o.dynamic = draw_(2) == 0;
     o.max_pages = o.dynamic ? 64 : 0;
     if (o.dynamic && draw_(2) == 0) o.max_bytes = (8 + draw_(50)) * page_size_ * 8;
+    if (draw_(2) == 0) o.idle_seconds = 1 + draw_(5);
     if (draw_(2) == 0) o.shuffle_seed = static_cast<uint64_t>(1 + draw_(1000));
     return o;
   }
@@ -332,6 +334,7 @@ class Session {
     time_ += (1 + draw(8)) * kSecond;
     std::erase_if(pins_, [&](const PinnedTokens& p) { return p.expires_at <= time_; });
     // A pin that ends gives its pages their time from then on.
+    pool_.give_back_idle(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(time_)));
     if (index_.expire() != index_.stats().pages_expired - before_.pages_expired)
       fail("a wrong count");
     if (!exact_) return;

@@ -49,7 +49,8 @@ struct SharedSequence {
   // Computes the next tokens, as far as `tokens` has them. False where there is no room.
   bool compute(PagePool& pool, int64_t num_tokens) {
     const int64_t first = table.length();
-    const auto all = contents(scope, std::span(tokens).first(static_cast<size_t>(first + num_tokens)));
+    const auto all =
+        contents(scope, std::span(tokens).first(static_cast<size_t>(first + num_tokens)));
     std::vector<int64_t> slots(static_cast<size_t>(num_tokens));
     if (!table.try_append(num_tokens)) return false;
     for (int g = 0; g < pool.num_groups(); ++g) {
