@@ -1,5 +1,5 @@
-// A small engine on the paged KV cache: two requests share the pages of their common prefix, decode in one batch, and one
-// of them branches. The "model" is made up of hashes; what matters is what an engine does around it.
+// A small engine on the paged KV cache: two requests share the pages of their common prefix, which a prefix index finds,
+// decode in one batch, and one of them branches. The "model" is made up of hashes; what matters is what an engine does around it.
 //
 // Prints the tokens and the pages, and checks that sharing and batching changed nothing: the second request alone, in
 // pages of its own and of another size, gives the same tokens.
@@ -14,6 +14,7 @@
 #include "pagedkv/core/batch_tables.h"
 #include "pagedkv/core/block_table.h"
 #include "pagedkv/core/page_pool.h"
+#include "pagedkv/core/prefix_index.h"
 #include "pagedkv/kernels/attention.h"
 
 namespace {
@@ -134,11 +135,14 @@ int main() {
   };
 
   PagePool pool(pool_options(16));
+  PrefixIndex index(pool);
+  const PrefixScope scope{.model = "hashes", .kv_format = "q8"};
   Sequence a(pool);
   a.tokens = prompt(11);
   Sequence* alone[] = {&a};
   step(pool, alone, threads);
-  Sequence b(a.table.share_prefix(static_cast<int64_t>(prefix.size()) / pool.page_size()));
+  index.insert(a.table, scope, a.tokens, false);
+  Sequence b(index.acquire(scope, prompt(22)));
   b.tokens = prompt(22);  // only what lies behind the shared pages is computed
   std::printf("the second request computes %lld of %zu tokens\n",
               static_cast<long long>(b.num_new()), b.tokens.size());
