@@ -282,6 +282,7 @@ void BlockTable::hold(std::vector<std::vector<PageId>> pages, int64_t length) {
 
 void BlockTable::replace(int group, int64_t index, PageId page) {
   pool_->retain(group, {&page, 1});
+  if (zeroes_freed_) pool_->zero_when_freed(group, {&page, 1});
   const PageId before = std::exchange(pages_[group][index], page);
   pool_->release(group, {&before, 1});
 }

@@ -294,6 +294,7 @@ void PageGroup::copy_page(PageId from, PageId to) noexcept {
     const int64_t bytes = array.page_bytes();
     std::memcpy(array.data() + to * bytes, array.data() + from * bytes, static_cast<size_t>(bytes));
   }
+  flags_[to] |= flags_[from] & kZeroed;
 }
 
 void PageGroup::verify(const std::vector<int32_t>* expected) const {

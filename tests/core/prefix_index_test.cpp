@@ -571,6 +571,40 @@ TEST(PrefixIndex, RefusesOptionsOutsideTheirLimits) {
   EXPECT_THROW(index.insert(s.table, {}, tokens_from(0, 19), false), std::invalid_argument);
 }
 
+uint32_t bits_of(PagePool& pool, PageId page) {
+  uint32_t all = 0;
+  for (int i = 0; i < pool.page_size(); ++i) all |= slots_of(pool, 0)[page * pool.page_size() + i];
+  return all;
+}
+
+// The page that takes the place of a tenant's own is one of its pages, and so is a copy of what it computed.
+TEST(PrefixIndex, MergedAndCopiedPagesOfATenantAreZeroedToo) {
+  PagePool pool(fixed_pool(8));
+  PrefixIndex index(pool);
+  const PrefixScope scope{"a", "", "", ""};
+  serve(pool, index, tokens_from(0, 16), scope);  // nobody asked for zeros
+  SharedSequence s{BlockTable(pool), scope, tokens_from(0, 24)};
+  s.table.zero_when_freed();
+  ASSERT_TRUE(s.compute_all(pool));
+  index.insert(s.table, scope, s.tokens, true);
+  EXPECT_EQ(index.stats().pages_merged, 1);
+  const std::vector<PageId> pages(s.table.pages(0).begin(), s.table.pages(0).end());
+  PageId copy;
+  {
+    SharedSequence other = begin(pool, index, joined(tokens_from(0, 20), {7, 7}), scope);
+    ASSERT_EQ(other.table.length(), 20);
+    ASSERT_TRUE(other.compute_all(pool));  // in a copy of the tail, whose bytes are to be zeroed
+    copy = other.table.pages(0)[1];
+    ASSERT_NE(copy, pages[1]);
+  }
+  EXPECT_EQ(bits_of(pool, copy), 0u);
+  s.table.trim_to(0);
+  EXPECT_NE(bits_of(pool, pages[0]), 0u);
+  index.clear();
+  EXPECT_EQ(bits_of(pool, pages[0]), 0u);
+  EXPECT_EQ(bits_of(pool, pages[1]), 0u);
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));

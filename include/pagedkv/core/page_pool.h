@@ -172,7 +172,8 @@ class PagePool {
   void copy_page(int group, PageId from, PageId to, int num_tokens = 0);
   // Whether somebody beside the one who asks, and who holds it, counts on the page's content.
   bool is_shared(int group, PageId page) const noexcept;
-  // The bytes of these pages, which must be held, become zeros when they become free.
+  // The bytes of these pages, which must be held, become zeros when they become free, and so do those of copies that
+  // are made of them from now on.
   void zero_when_freed(int group, std::span<const PageId> pages);
 
   // ---- cached pages; at most one keeper, which must end before the pool and unkeep its pages first
