@@ -219,10 +219,10 @@ NodeId PrefixIndex::Impl::resume(const BlockTable& table, NodeId root, const Pos
   *num_pages = 0;
   if (position == nullptr || position->num_pages == 0) return root;
   const PrefixNode& n = tree.node(position->node);
-  const bool is_true =
-      n.generation == position->generation && n.scope == tree.node(root).scope &&
-      position->num_pages * page_size <= table.length() &&
-      tree.page(position->node, main_group) == table.pages(main_group)[position->num_pages - 1];
+  const PageId page = tree.page(position->node, main_group);  // tells the tokens up to its end
+  const bool is_true = n.generation == position->generation && n.scope == tree.node(root).scope &&
+                       position->num_pages * page_size <= table.length() && page != kNoPage &&
+                       page == table.pages(main_group)[position->num_pages - 1];
   if (!is_true) return root;
   *num_pages = position->num_pages;
   return position->node;

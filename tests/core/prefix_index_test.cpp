@@ -605,6 +605,32 @@ TEST(PrefixIndex, MergedAndCopiedPagesOfATenantAreZeroedToo) {
   EXPECT_EQ(bits_of(pool, pages[1]), 0u);
 }
 
+// The page at the position is gone from the index and passed in the table: that says nothing about its tokens.
+TEST(PrefixIndex, APositionWithoutItsPageIsNotTrue) {
+  PagePoolOptions o = fixed_pool(16, 1);
+  o.groups[0].sliding_window = 1;
+  PagePool pool(o);
+  PrefixIndex index(pool, {.min_hit_tokens = 1});
+  SharedSequence s{BlockTable(pool), {}, tokens_from(0, 8)};
+  ASSERT_TRUE(s.compute(pool, 2));
+  index.insert(s.table, {}, s.tokens, false, &s.position);
+  SharedSequence longer{BlockTable(pool), {}, s.tokens};
+  ASSERT_TRUE(longer.compute(pool, 2));
+  index.insert(longer.table, {}, longer.tokens, false);
+  longer.table.release_passed();
+  ASSERT_TRUE(longer.compute(pool, 1));
+  index.insert(longer.table, {}, longer.tokens, false);
+  s.table.trim_to(0);
+  ASSERT_EQ(index.evict(0, 2), 2);  // the third page is held
+  s.tokens = tokens_from(100, 8);
+  ASSERT_TRUE(s.compute(pool, 2));
+  s.table.release_passed();
+  ASSERT_TRUE(s.compute(pool, 2));
+  index.insert(s.table, {}, s.tokens, false, &s.position);
+  EXPECT_EQ(index.match({}, joined(tokens_from(0, 2), tokens_from(102, 2))), 2);
+  index.verify();
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
