@@ -74,7 +74,7 @@ void PrefixIndex::Impl::evict_one(int group) noexcept {
 void PrefixIndex::Impl::let_go(NodeId node, int group, MissReason reason) noexcept {
   if (groups[group].sliding_window == 0) return remove(node, reason);
   drop_page(node, group);
-  prune(node);
+  prune(node, reason);
 }
 
 // ---- removal
@@ -116,11 +116,11 @@ void PrefixIndex::Impl::remove(NodeId node, MissReason reason) noexcept {
   remove_below(node, reason);
   const NodeId parent = tree.node(node).parent;
   remove_one(node, reason);
-  prune(parent);
+  prune(parent, reason);
 }
 
 // Removes what leads to no page any more, from `node` up.
-void PrefixIndex::Impl::prune(NodeId node) noexcept {
+void PrefixIndex::Impl::prune(NodeId node, MissReason reason) noexcept {
   while (node != busy) {
     const PrefixNode& n = tree.node(node);
     if (n.children != kNoNode || n.pins > 0) return;
@@ -135,7 +135,7 @@ void PrefixIndex::Impl::prune(NodeId node) noexcept {
       scope = {};
       return;
     }
-    remove_one(node, MissReason::kNone);
+    remove_one(node, reason);
     node = parent;
   }
 }
@@ -149,7 +149,7 @@ void PrefixIndex::Impl::clear(Scope& scope) noexcept {
   const NodeId root = scope.root;
   if (root == kNoNode) return;  // the pins were all that it had
   remove_below(root, MissReason::kCleared);
-  prune(root);
+  prune(root, MissReason::kCleared);
 }
 
 // ---- times
@@ -274,7 +274,7 @@ void PrefixIndex::Impl::unpin_node(NodeId node) noexcept {
 // The last page first, so that it goes before those it builds on.
 void PrefixIndex::Impl::unpin(const Pin& pin) noexcept {
   for (NodeId at = pin.node; at != kNoNode; at = tree.node(at).parent) unpin_node(at);
-  prune(pin.node);
+  prune(pin.node, MissReason::kNone);
 }
 
 bool PrefixIndex::unpin(PinId id) noexcept {

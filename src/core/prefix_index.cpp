@@ -267,7 +267,7 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
                  table, retention);
   } catch (...) {
     p.tell_stored();
-    p.prune(at);
+    p.prune(at, MissReason::kNone);
     throw;
   }
   p.tell_stored();
@@ -277,7 +277,7 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
     position->num_pages = page;
     position->has_retention = true;
   }
-  p.prune(at);
+  p.prune(at, MissReason::kNone);
 }
 
 // Page `page` of the table as a child of `parent`; kNoNode where there is no room for it.

@@ -98,7 +98,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   void remove_one(NodeId node, MissReason reason) noexcept;
   void remove_below(NodeId node, MissReason reason) noexcept;
   void remove(NodeId node, MissReason reason) noexcept;
-  void prune(NodeId node) noexcept;
+  void prune(NodeId node, MissReason reason) noexcept;
   void clear(Scope& scope) noexcept;
   int64_t expire() noexcept;
   int64_t ttl_of(const Retention& retention) const noexcept;

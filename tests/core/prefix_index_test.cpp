@@ -631,6 +631,26 @@ TEST(PrefixIndex, APositionWithoutItsPageIsNotTrue) {
   index.verify();
 }
 
+// A pool with a window alone: its pages go one by one, and it is told why.
+TEST(PrefixIndex, TellsWhyPagesOfAWindowWent) {
+  PageEventQueue queue(100);
+  PagePoolOptions o = fixed_pool(8);
+  o.groups[0].sliding_window = 64;
+  PagePool pool(o);
+  Clock clock;
+  PrefixIndex index(pool, clock.options({.ttl_ns = 10, .events = &queue}));
+  serve(pool, index, tokens_from(0, 32));
+  take(pool, 7);
+  EXPECT_EQ(index.explain({}, tokens_from(0, 32)).reason, MissReason::kEvicted);
+  clock.time += 10;
+  EXPECT_EQ(index.expire(), 1);
+  std::vector<RemovalReason> reasons;
+  for (const auto& event : queue.poll(0, 100).events)
+    if (const auto* removed = std::get_if<PagesRemoved>(event.get()))
+      reasons.push_back(removed->reason);
+  EXPECT_EQ(reasons, (std::vector{RemovalReason::kRoomNeeded, RemovalReason::kTtl}));
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
