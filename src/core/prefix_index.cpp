@@ -296,10 +296,7 @@ NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> token
   reserve_owner(table, page);
   if (heap.capacity() <= static_cast<size_t>(tree.num_nodes()))
     heap.reserve(static_cast<size_t>(tree.num_nodes() + tree.num_nodes() / 4 + 64));
-  busy = parent;  // what makes room may leave it without a child
-  const bool has_room = make_room(scope_of(parent), new_bytes);
-  busy = kNoNode;
-  if (!has_room) {
+  if (!make_room(parent, new_bytes)) {
     const uint64_t hash = tree.hash(tree.node(parent).hash, tokens);
     gone(hash) = {hash, MissReason::kQuotaExceeded};
     ++counters.pages_refused;
@@ -359,13 +356,18 @@ void PrefixIndex::Impl::adopt(NodeId node, BlockTable& table, int64_t page) {
   reserve_owner(table, page);
   for (int g = 0; g < num_groups(); ++g) {
     const PageId own = table.pages(g)[page], known = tree.page(node, g);
-    if (own == kNoPage || own == known) continue;
-    if (known != kNoPage) {
-      table.replace(g, page, known);
-      ++counters.pages_merged;
-    } else if (!pool.is_kept(g, own)) {
+    if (own == kNoPage || known == kNoPage || own == known) continue;
+    table.replace(g, page, known);
+    ++counters.pages_merged;
+  }
+  // The table holds the node's pages now, so that room for others is not made of these.
+  for (int g = 0; g < num_groups(); ++g) {
+    const PageId own = table.pages(g)[page];
+    if (own == kNoPage || tree.page(node, g) != kNoPage || pool.is_kept(g, own)) continue;
+    if (make_room(node, groups[g].page_bytes))
       attach(node, g, own);
-    }
+    else
+      ++counters.pages_refused;
   }
 }
 
@@ -396,8 +398,15 @@ void PrefixIndex::Impl::add_tail(NodeId parent, std::span<const int32_t> tokens,
   add_node(parent, tokens, table, table.length() / page_size, retention);
 }
 
-// Whether `new_bytes` more may be kept, once older pages went for them.
-bool PrefixIndex::Impl::make_room(Scope& scope, int64_t new_bytes) noexcept {
+// Whether `new_bytes` more may be kept at or below a node, once older pages went for them; the node stays.
+bool PrefixIndex::Impl::make_room(NodeId node, int64_t new_bytes) noexcept {
+  busy = node;
+  const bool has_room = keep_to_limits(scope_of(node), new_bytes);
+  busy = kNoNode;
+  return has_room;
+}
+
+bool PrefixIndex::Impl::keep_to_limits(Scope& scope, int64_t new_bytes) noexcept {
   if (options.max_bytes_per_salt > 0 && !scope.key.salt.empty())
     while (scope.bytes + new_bytes > options.max_bytes_per_salt) {
       const NodeId oldest = scope.listed.first;

@@ -78,7 +78,8 @@ struct PrefixIndex::Impl final : PageKeeper {
   void raise(NodeId node, const Retention& retention) noexcept;
   void add_tail(NodeId parent, std::span<const int32_t> tokens, BlockTable& table,
                 const Retention& retention);
-  bool make_room(Scope& scope, int64_t bytes) noexcept;
+  bool make_room(NodeId node, int64_t bytes) noexcept;
+  bool keep_to_limits(Scope& scope, int64_t bytes) noexcept;
   bool may_go(NodeId node, int group) const noexcept;
 
   // ---- eviction
@@ -130,7 +131,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   std::vector<Group> groups;
   int main_group = 0;
   PrefixTree tree;
-  NodeId busy = kNoNode;  // stays although nothing else needs it
+  NodeId busy = kNoNode;  // make_room() leaves it there although nothing may need it
   std::vector<Scope> scopes;
   std::vector<int32_t> unused_scopes;  // has room for all
   std::unordered_map<PrefixScope, int32_t, ScopeHash> scope_ids;

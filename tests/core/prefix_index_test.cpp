@@ -651,6 +651,25 @@ TEST(PrefixIndex, TellsWhyPagesOfAWindowWent) {
   EXPECT_EQ(reasons, (std::vector{RemovalReason::kRoomNeeded, RemovalReason::kTtl}));
 }
 
+// What a known page lacks and a sequence gives counts as well.
+TEST(PrefixIndex, PagesGivenToKnownOnesKeepToTheBytes) {
+  PagePoolOptions o = fixed_pool(32);
+  o.groups.push_back(tiny_group(16));
+  PagePool pool(o);
+  const int64_t page = pool.page_bytes(0);
+  PrefixIndex index(pool, {.max_bytes = 6 * page});
+  SharedSequence s = begin(pool, index, tokens_from(0, 64));
+  ASSERT_TRUE(s.compute_all(pool));
+  s.table.release_passed();
+  index.insert(s.table, {}, s.tokens, false, &s.position);  // four pages, of the window the last
+  ASSERT_EQ(index.stats().bytes, 5 * page);
+  SharedSequence other{BlockTable(pool), {}, s.tokens};
+  ASSERT_TRUE(other.compute_all(pool));
+  index.insert(other.table, {}, other.tokens, false);
+  EXPECT_EQ(index.stats().bytes, 6 * page);
+  index.verify();
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
