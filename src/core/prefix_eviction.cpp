@@ -168,12 +168,16 @@ int64_t PrefixIndex::Impl::expire() noexcept {
   return num_dropped - before;
 }
 
+int64_t PrefixIndex::Impl::from_now(int64_t ttl_ns) const noexcept {
+  int64_t end;
+  return __builtin_add_overflow(options.now(), ttl_ns, &end) ? kNever : end;
+}
+
 // The heap has room for every node: add_node() saw to it.
 void PrefixIndex::Impl::heap_push(NodeId node) noexcept {
   PrefixNode& n = tree.node(node);
   if (n.ttl_ns == kNever) return;
-  const int64_t time = options.now();
-  n.expires_at = n.ttl_ns > kNever - time ? kNever : time + n.ttl_ns;
+  n.expires_at = from_now(n.ttl_ns);
   n.heap_index = static_cast<int32_t>(heap.size());
   heap.push_back(node);
   heap_settle(heap.size() - 1);
@@ -245,8 +249,7 @@ PinResult PrefixIndex::Impl::pin(const PrefixScope& scope, std::span<const int32
     result.refusal = std::to_string(hit.num_tokens) + " of " + wanted + " are stored";
   if (num_nodes == 0) return result;
   const NodeId last = nodes[num_nodes - 1];
-  const int64_t time = ttl_ns > 0 ? options.now() : 0;
-  const int64_t end = ttl_ns == 0 || ttl_ns > kNever - time ? kNever : time + ttl_ns;
+  const int64_t end = ttl_ns > 0 ? from_now(ttl_ns) : kNever;
   pins.emplace(next_pin, Pin{last, result.num_tokens, end});
   result.id = next_pin++;
   for (NodeId at = last; at != kNoNode; at = tree.node(at).parent) pin_node(at);

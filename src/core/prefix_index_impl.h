@@ -103,6 +103,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   void clear(Scope& scope) noexcept;
   int64_t expire() noexcept;
   int64_t ttl_of(const Retention& retention) const noexcept;
+  int64_t from_now(int64_t ttl_ns) const noexcept;
   void heap_push(NodeId node) noexcept;
   void heap_erase(NodeId node) noexcept;
   void heap_settle(size_t index) noexcept;

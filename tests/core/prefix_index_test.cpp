@@ -670,6 +670,21 @@ TEST(PrefixIndex, PagesGivenToKnownOnesKeepToTheBytes) {
   index.verify();
 }
 
+TEST(PrefixIndex, AnyClockWillDo) {
+  for (int64_t start : {INT64_MIN, INT64_MIN + 5, int64_t{-1}, INT64_MAX - 5}) {
+    PagePool pool(fixed_pool(8));
+    Clock clock{start};
+    PrefixIndex index(pool, clock.options({.ttl_ns = 1000}));
+    serve(pool, index, tokens_from(0, 32));
+    serve(pool, index, tokens_from(100, 32), {}, {.ttl_ns = INT64_MAX});
+    (void)index.pin({}, tokens_from(0, 32), INT64_MAX - 1);
+    EXPECT_EQ(index.pins().size(), 1u) << start;
+    clock.time = start > INT64_MIN + 100 ? start - 100 : start;  // backwards
+    EXPECT_EQ(index.expire(), 0) << start;
+    index.verify();
+  }
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
