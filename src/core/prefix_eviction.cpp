@@ -216,6 +216,14 @@ void PrefixIndex::Impl::heap_settle(size_t index) noexcept {
 
 // ---- pins
 
+// Nodes: a share of those that the address space and the bytes of the pool have room for, with their pages in each group.
+int64_t PrefixIndex::Impl::most_pinned() const noexcept {
+  int64_t node_bytes = 0;
+  for (const Group& group : groups) node_bytes += group.page_bytes;
+  const int64_t most = std::min(pool.max_pages(main_group), pool.stats().bytes_limit / node_bytes);
+  return static_cast<int64_t>(options.max_pinned_share * static_cast<double>(most));
+}
+
 PinResult PrefixIndex::Impl::pin(const PrefixScope& scope, std::span<const int32_t> tokens,
                                  int64_t ttl_ns) {
   if (ttl_ns < 0)
@@ -230,13 +238,12 @@ PinResult PrefixIndex::Impl::pin(const PrefixScope& scope, std::span<const int32
     result.refusal = "nothing of these " + wanted + " is stored";
     return result;
   }
-  const auto most = static_cast<int64_t>(options.max_pinned_share *
-                                         static_cast<double>(pool.max_pages(main_group)));
+  const int64_t most = most_pinned();
   int64_t num_new = 0;
   size_t num_nodes = 0;
   for (; num_nodes < nodes.size(); ++num_nodes) {
     const bool is_new = tree.node(nodes[num_nodes]).pins == 0;
-    if (is_new && num_pinned + num_new == most) break;
+    if (is_new && num_pinned + num_new >= most) break;
     num_new += is_new;
   }
   result.num_tokens =

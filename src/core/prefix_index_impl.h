@@ -115,6 +115,7 @@ struct PrefixIndex::Impl final : PageKeeper {
 
   // ---- pins
   PinResult pin(const PrefixScope& scope, std::span<const int32_t> tokens, int64_t ttl_ns);
+  int64_t most_pinned() const noexcept;
   void pin_node(NodeId node) noexcept;
   void unpin_node(NodeId node) noexcept;
   void unpin(const Pin& pin) noexcept;

@@ -685,6 +685,16 @@ TEST(PrefixIndex, AnyClockWillDo) {
   }
 }
 
+TEST(PrefixIndex, PinsLeaveAShareOfTheByteBudget) {
+  PagePoolOptions o = options(4, 16, tiny_group());
+  o.max_bytes = 16 * 16 * 8;  // 16 pages; address space for 4,100
+  PagePool pool(o);
+  PrefixIndex index(pool);
+  ASSERT_EQ(serve(pool, index, tokens_from(0, 16 * 16)), 0);
+  EXPECT_EQ(index.pin({}, tokens_from(0, 16 * 16)).num_tokens, 8 * 16);
+  EXPECT_EQ(serve(pool, index, tokens_from(1000, 8 * 16)), 0);
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
