@@ -84,6 +84,9 @@ struct PagePool::Impl {
   bool is_enough(std::span<const PageRequest> requests) noexcept;
   bool make_room(std::span<const PageRequest> requests);
   bool grow_for(std::span<const PageRequest> requests, bool with_cached);
+  bool make_budget(std::span<const PageRequest> requests);
+  int64_t spare_pages(const PageGroup& group, std::span<const PageRequest> requests) const noexcept;
+  int64_t give_back_spare(std::span<const PageRequest> requests, int64_t bytes) noexcept;
   int64_t reclaimable(const PageGroup& group, int64_t missing) const noexcept;
   bool grow(std::span<Plan> plans);
   bool check_capacity(const Plan& plan);
@@ -121,6 +124,7 @@ struct PagePool::Impl {
   uint64_t random;
   Refusal refusal = Refusal::kNone;
   std::string refusal_text;
+  int64_t bytes_short = 0;  // for what grow() was refused last, where the budget was why
 };
 
 // ---- start
@@ -250,23 +254,65 @@ bool PagePool::Impl::is_enough(std::span<const PageRequest> requests) noexcept {
   });
 }
 
-// Growth first, for what is cached may be of use again; then as many cached pages as growth cannot replace. On failure
-// nothing has changed.
+// Growth first, for what is cached may be of use again; then as many cached pages as growth cannot replace; then memory
+// that other groups do without. On failure no page that is held has changed.
 bool PagePool::Impl::make_room(std::span<const PageRequest> requests) {
   const bool can_reclaim = std::ranges::any_of(requests, [&](const PageRequest& r) {
     return reclaimable(group(r.group), static_cast<int64_t>(r.out.size())) > 0;
   });
   if ((!can_reclaim || counters.allocations >= ask_after) && grow_for(requests, false)) return true;
-  if (!can_reclaim) return false;
-  if (counters.allocations >= ask_after)
+  if (can_reclaim && counters.allocations >= ask_after)
     ask_after = counters.allocations + kAllocationsBetweenAsking;
-  if (!grow_for(requests, true)) return false;
+  const bool can_grow = can_reclaim && grow_for(requests, true);
+  if (!can_grow && !(make_budget(requests) && grow_for(requests, true))) return false;
   for (const PageRequest& r : requests) {
     const int64_t missing = static_cast<int64_t>(r.out.size()) - group(r.group).num_free();
     if (missing > 0) counters.pages_reclaimed += keeper->reclaim(r.group, missing);
   }
   assert(is_enough(requests));
   return true;
+}
+
+// All groups share one budget: where it refused these requests, gives back the memory of pages that they leave over, of
+// free ones and then of cached ones. False where these could never be enough: then nothing has changed.
+bool PagePool::Impl::make_budget(std::span<const PageRequest> requests) {
+  int64_t spare = 0;
+  for (const PageGroup& g : groups) spare += spare_pages(g, requests) * g.page_bytes();
+  if (!options.dynamic || bytes_short == 0 || bytes_short > spare) return false;
+  int64_t missing = bytes_short - give_back_spare(requests, std::max(bytes_short, kMaxCommitBytes));
+  for (PageGroup& g : groups)
+    // Twice as many each time: what lies alone between held pages gives nothing back.
+    for (int64_t pages = 1; missing > 0; pages *= 2) {
+      pages = std::max(pages, missing / g.page_bytes());
+      const int64_t count = reclaimable(g, std::min(pages, spare_pages(g, requests)));
+      if (count == 0) break;
+      counters.pages_reclaimed += keeper->reclaim(group_index(&g), count);
+      missing -= give_back_spare(requests, missing);
+    }
+  return missing <= 0;
+}
+
+// Free and cached pages beyond those that the requests take.
+int64_t PagePool::Impl::spare_pages(const PageGroup& group,
+                                    std::span<const PageRequest> requests) const noexcept {
+  int64_t pages = group.num_free() + reclaimable(group, group.num_cached());
+  for (const PageRequest& r : requests)
+    if (r.group == group_index(&group)) pages -= static_cast<int64_t>(r.out.size());
+  return std::max<int64_t>(0, pages);
+}
+
+// Returns how many bytes; about as many as are asked for, if there are.
+int64_t PagePool::Impl::give_back_spare(std::span<const PageRequest> requests,
+                                        int64_t bytes) noexcept {
+  int64_t given = 0;
+  for (PageGroup& g : groups) {
+    const int64_t spare = std::min(g.num_free(), spare_pages(g, requests));
+    const int64_t wanted = (bytes - given + g.page_bytes() - 1) / g.page_bytes();
+    if (spare > 0 && wanted > 0)
+      given += g.give_back(g.num_committed() - spare, wanted) * g.page_bytes();
+  }
+  count_given(given);
+  return given;
 }
 
 // How many of `missing` pages cached ones can give.
@@ -276,6 +322,7 @@ int64_t PagePool::Impl::reclaimable(const PageGroup& group, int64_t missing) con
 
 // Commits what the requests need beyond the free pages, and beyond those that can be reclaimed where these count.
 bool PagePool::Impl::grow_for(std::span<const PageRequest> requests, bool with_cached) {
+  bytes_short = 0;
   std::vector<Plan> plans;
   for (const PageRequest& r : requests) {
     PageGroup& g = group(r.group);
@@ -310,7 +357,10 @@ bool PagePool::Impl::check_capacity(const Plan& plan) {
   if (options.dynamic && options.max_pages == 0) {  // the address space was sized by the budget
     const PoolLimit limit = this->limit();
     const int64_t left = std::max<int64_t>(0, limit.bytes - committed_bytes());
-    if (!check_budget({&plan, 1}, left, limit)) return false;
+    if (!check_budget({&plan, 1}, left, limit)) {
+      bytes_short = 0;  // no memory of other groups would do
+      return false;
+    }
   }
   return refuse(Refusal::kCapacity, "layer group " + std::to_string(group_index(&g)) + " needs " +
                                         count_of(plan.required, "page") + ", " +
@@ -323,6 +373,7 @@ bool PagePool::Impl::check_budget(std::span<const Plan> plans, int64_t left, Poo
   int64_t bytes = 0;
   for (const Plan& plan : plans) bytes += plan.new_bytes(plan.required);
   if (bytes <= left) return true;
+  bytes_short = bytes - left;
   return refuse(Refusal::kBudget, "the pages need " + std::to_string(bytes) + " bytes more, " +
                                       std::to_string(left) + " are left: " + limit_text(limit));
 }

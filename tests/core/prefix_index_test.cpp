@@ -695,6 +695,38 @@ TEST(PrefixIndex, PinsLeaveAShareOfTheByteBudget) {
   EXPECT_EQ(serve(pool, index, tokens_from(1000, 8 * 16)), 0);
 }
 
+// Full attention and a window share a budget: what the window's group does not need is memory for the other.
+TEST(PrefixIndex, CachedPagesOfOneGroupGiveTheirMemoryToAnother) {
+  PagePoolOptions o;
+  const LayerSpec spec = layer(1, 64, PageFormat::kF32);  // 4 KiB a page in each array
+  o.groups = {group(1, spec), group(1, spec, 32)};
+  o.num_pages = 1;
+  o.max_pages = 4096;
+  o.max_bytes = 64 * 2 * 4096 * 2;  // 64 pages of both, or 120 of one and some of the other
+  o.available_bytes = [] { return std::numeric_limits<int64_t>::max(); };
+  PagePool pool(o);
+  PrefixIndex index(pool);
+  const auto run = [&](int32_t first, int64_t num_tokens) {
+    BlockTable table(pool);
+    const auto tokens = tokens_from(first, num_tokens);
+    PrefixIndex::Position position;
+    while (table.length() < num_tokens) {
+      if (!table.try_append(std::min<int64_t>(32, num_tokens - table.length()))) return false;
+      index.insert(table, {}, tokens, false, &position);
+      table.release_passed();
+    }
+    index.verify();
+    return true;
+  };
+  EXPECT_TRUE(run(0, 60 * 16));  // both groups commit about as much
+  EXPECT_GT(pool.committed(1), 40);
+  EXPECT_TRUE(run(5000, 110 * 16));
+  EXPECT_EQ(index.match({}, tokens_from(5000, 110 * 16)), 110 * 16);
+  EXPECT_LE(pool.stats().bytes_committed, o.max_bytes);
+  EXPECT_FALSE(run(9000, 130 * 16));  // there is never room for it
+  EXPECT_TRUE(run(20000, 110 * 16));
+}
+
 // 64 sequences of 4,096 tokens, 3,500 of them the same: what they share is held once.
 TEST(PrefixIndex, SharesAPromptAmongManySequences) {
   PagePool pool(options(1024, 16, tiny_group()));
