@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <sstream>
 #include <thread>
 
@@ -81,6 +82,44 @@ struct Known {
 
 constexpr int64_t kSecond = 1'000'000'000;
 
+// Who knows of the pages what events tell. Throws where these cannot be true.
+class Follower {
+ public:
+  struct Page {
+    PrefixScope scope;
+    Tokens tokens;  // from the first one to the page's end
+  };
+
+  void apply(const PageEvent& event) {
+    if (const auto* stored = std::get_if<PagesStored>(&event)) store(*stored);
+    if (const auto* removed = std::get_if<PagesRemoved>(&event))
+      for (const PageName& name : removed->block_hashes)
+        if (pages_.erase(name) == 0) throw std::logic_error("an unknown page was removed");
+    if (std::holds_alternative<AllPagesCleared>(event)) pages_.clear();
+  }
+  const std::map<PageName, Page>& pages() const { return pages_; }
+  bool has(const PrefixScope& scope, const Tokens& tokens) const {
+    return std::ranges::any_of(pages_, [&](const auto& entry) {
+      return entry.second.scope == scope && entry.second.tokens == tokens;
+    });
+  }
+
+ private:
+  void store(const PagesStored& event) {
+    Page page{event.extra_keys, {}};
+    if (event.parent_block_hash) page = pages_.at(*event.parent_block_hash);
+    for (size_t i = 0; i < event.block_hashes.size(); ++i) {
+      const auto first =
+          event.token_ids.begin() + static_cast<std::ptrdiff_t>(i) * event.block_size;
+      page.tokens.insert(page.tokens.end(), first, first + event.block_size);
+      if (!pages_.emplace(event.block_hashes[i], page).second)
+        throw std::logic_error("a known page was stored");
+    }
+  }
+
+  std::map<PageName, Page> pages_;
+};
+
 struct Sequence : SharedSequence {
   Retention retention = {};
 };
@@ -140,6 +179,8 @@ class Session {
     o.now = [this] { return time_; };
     o.min_hit_tokens = 1;
     o.hash_bits = draw_(3) == 0 ? 1 + draw_(6) : 64;
+    if (draw_(4) == 0) o.events = &queue_;
+    follows_ = o.events != nullptr;
     if (draw_(2) == 0) o.ttl_ns = (1 + draw_(20)) * kSecond;
     default_ttl_ = o.ttl_ns;
     o.max_pinned_share = 0.1 * draw_(11);
@@ -467,11 +508,40 @@ class Session {
     }
   }
 
+  // Whoever applied all events knows the full pages that match() finds, and no other.
+  void check_follower(Draw& draw) {
+    const PageEventBatch batch = queue_.poll(next_event_, 1000);
+    if (batch.first_sequence != next_event_) fail("events were dropped");
+    next_event_ = batch.next_sequence();
+    for (const auto& event : batch.events) follower_.apply(*event);
+    const bool has_window =
+        pool_.num_groups() > 1 || pool_.sliding_window(0) > 0;  // whose pages may be missing
+    for (const auto& [name, page] : follower_.pages())
+      if (!has_window &&
+          index_.match(page.scope, page.tokens) != static_cast<int64_t>(page.tokens.size()))
+        fail("a page of ", page.tokens.size(), " tokens is followed and not found");
+    if (!prompts_.empty()) {
+      Tokens found = prompts_[static_cast<size_t>(draw(static_cast<int>(prompts_.size())))];
+      const PrefixScope scope = draw_scope(draw);
+      found.resize(static_cast<size_t>(index_.match(scope, found) / page_size_ * page_size_));
+      for (; !found.empty(); found.resize(found.size() - static_cast<size_t>(page_size_)))
+        if (!follower_.has(scope, found))
+          fail("a page of ", found.size(), " tokens is found and not followed");
+    }
+    const auto is_full = [&](const Known& k) {
+      return k.tokens.size() % static_cast<size_t>(page_size_) == 0;
+    };
+    if (exact_ &&
+        std::ranges::count_if(known_, is_full) != static_cast<int64_t>(follower_.pages().size()))
+      fail(follower_.pages().size(), " pages are followed");
+  }
+
   void check(Draw& draw) {
     if (exact_) {
       forget_what_went();
       note_cached();
     }
+    if (follows_) check_follower(draw);
     std::vector<std::vector<int32_t>> expected(static_cast<size_t>(pool_.num_groups()));
     for (int g = 0; g < pool_.num_groups(); ++g) {
       expected[static_cast<size_t>(g)].assign(64 + 1, 0);
@@ -500,6 +570,10 @@ class Session {
   bool exact_;
   int page_size_;
   int64_t time_ = 5 * kSecond, default_ttl_ = 0;
+  PageEventQueue queue_{1000};
+  uint64_t next_event_ = 0;
+  bool follows_ = false;
+  Follower follower_;
   PagePool pool_;
   PrefixIndex index_;
   std::vector<Sequence> sequences_;
