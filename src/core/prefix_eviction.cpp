@@ -58,15 +58,15 @@ int64_t PrefixIndex::Impl::reclaimable(int group) const noexcept {
 }
 
 int64_t PrefixIndex::Impl::reclaim(int group, int64_t count) noexcept {
-  const int64_t before = num_dropped, enough = reclaimable(group) - count;
+  const int64_t before = num_freed, enough = reclaimable(group) - count;
   while (reclaimable(group) > std::max<int64_t>(0, enough)) evict_one(group);
-  return num_dropped - before;
+  return num_freed - before;
 }
 
 void PrefixIndex::Impl::evict_one(int group) noexcept {
-  const int64_t before = num_dropped;
+  const int64_t before = num_freed;
   let_go(groups[group].listed.first(), group, MissReason::kEvicted);
-  counters.pages_evicted += num_dropped - before;
+  counters.pages_evicted += num_freed - before;
 }
 
 // A page that full attention needs takes all that builds on it along: normally nothing, for that was listed before it. A
@@ -87,7 +87,7 @@ void PrefixIndex::Impl::drop_page(NodeId node, int group) noexcept {
   --groups[group].num_pages;
   scope_of(node).bytes -= groups[group].page_bytes;
   bytes -= groups[group].page_bytes;
-  ++num_dropped;
+  num_freed += pool.references(group, page) == 0;
   pool.unkeep(group, page);
 }
 
@@ -156,7 +156,7 @@ void PrefixIndex::Impl::clear(Scope& scope) noexcept {
 
 int64_t PrefixIndex::Impl::expire() noexcept {
   if (heap.empty() && pins.empty()) return 0;
-  const int64_t time = options.now(), before = num_dropped;
+  const int64_t time = options.now(), before = num_freed;
   for (auto it = pins.begin(); it != pins.end();) {
     const bool is_over = it->second.expires_at <= time;
     if (is_over) unpin(it->second);
@@ -164,8 +164,8 @@ int64_t PrefixIndex::Impl::expire() noexcept {
   }
   while (!heap.empty() && tree.node(heap.front()).expires_at <= time)
     let_go(heap.front(), main_group, MissReason::kExpired);
-  counters.pages_expired += num_dropped - before;
-  return num_dropped - before;
+  counters.pages_expired += num_freed - before;
+  return num_freed - before;
 }
 
 int64_t PrefixIndex::Impl::from_now(int64_t ttl_ns) const noexcept {

@@ -140,9 +140,9 @@ struct PrefixIndex::Impl final : PageKeeper {
   std::vector<NodeId> heap;  // nodes with a time, listed in the main group; the next to go first
   std::map<PinId, Pin> pins;
   PinId next_pin = 1;
-  int64_t num_pinned = 0;   // nodes
-  int64_t num_dropped = 0;  // pages, ever
-  int64_t bytes = 0;        // of all known pages
+  int64_t num_pinned = 0;  // nodes
+  int64_t num_freed = 0;   // pages that were forgotten and nobody held, ever
+  int64_t bytes = 0;       // of all known pages
   std::vector<Gone> gone_{kGone};
   PrefixIndexStats counters;           // those that are counted, not derived
   std::vector<NodeId> stored_;         // by the call under way, not told yet

@@ -383,7 +383,8 @@ class Session {
       const bool is_over =
           k.cached_as > 0 && !is_pinned(k) && k.cached_at <= time_ && k.ttl <= time_ - k.cached_at;
       if (is_over && pool_.is_kept(0, k.page)) fail("page ", k.page, " outlived its time");
-      if (!is_over && !pool_.is_kept(0, k.page)) fail("page ", k.page, " went before its time");
+      if (!is_over && !pool_.is_kept(0, k.page) && !went_along(k))
+        fail("page ", k.page, " went before its time");
     }
   }
 
@@ -394,7 +395,9 @@ class Session {
     const int64_t n = draw(6);
     const int64_t cached = pool_.stats().pages_cached, gone = index_.evict(group, n);
     if (pool_.stats().pages_cached > cached - gone) fail("evicted ", gone, " of ", cached);
-    if (exact_ && gone > n) fail("evicted ", gone, " for ", n);
+    const bool took_along =
+        std::ranges::any_of(known_, [&](const Known& k) { return went_along(k); });
+    if (exact_ && gone > n && !took_along) fail("evicted ", gone, " for ", n);
   }
 
   void clear(Draw& draw) {
@@ -467,6 +470,16 @@ class Session {
     });
   }
 
+  // Whether a page before it went. A fork may hold a page that its origin made known behind one that it had merged: the
+  // fork does not hold that one, and once nobody does and it goes, nothing behind it can be found.
+  bool went_along(const Known& k) const {
+    return std::ranges::any_of(known_, [&](const Known& before) {
+      return before.scope == k.scope && before.tokens.size() < k.tokens.size() &&
+             begins_with(k.tokens, before.tokens) && !pool_.is_kept(0, before.page) &&
+             before.tokens.size() % static_cast<size_t>(page_size_) == 0;
+    });
+  }
+
   // What is known, once the operation is over: pages that went must have been the first to go, and no other.
   void forget_what_went() {
     std::pair<int, int64_t> last_gone{-1, -1}, first_left{1000, 0};
@@ -474,7 +487,8 @@ class Session {
     for (const Known& k : known_) {
       const std::pair<int, int64_t> rank{k.priority, k.cached_as};
       if (!pool_.is_kept(0, k.page)) {
-        ++gone;
+        gone += k.cached_as > 0;
+        if (went_along(k)) continue;
         if (k.cached_as == 0 || is_pinned(k))
           fail("page ", k.page, " went although it was held or pinned");
         last_gone = std::max(last_gone, rank);

@@ -152,7 +152,8 @@ class PrefixIndex {
 
   // Frees what is past its time; the other calls do so too. Returns how many pages went.
   int64_t expire() noexcept;
-  // Frees up to `num_pages` cached pages of a group. Returns how many went, over all groups.
+  // Frees up to `num_pages` cached pages of a group, and what builds on them. Returns how many became free, over all
+  // groups.
   int64_t evict(int group, int64_t num_pages) noexcept;
   // Forgets everything, pins too; held pages stay with who holds them.
   void clear() noexcept;
