@@ -40,6 +40,15 @@ uint64_t random_seed() {
 
 }  // namespace
 
+void check_retention(const Retention& retention) {
+  if (retention.priority < 0 || retention.priority > 100)
+    throw std::invalid_argument("priority " + std::to_string(retention.priority) +
+                                ": must be in 0..100");
+  if (retention.ttl_ns < 0)
+    throw std::invalid_argument("ttl_ns " + std::to_string(retention.ttl_ns) +
+                                ": must be at least 0");
+}
+
 size_t PrefixIndex::Impl::ScopeHash::operator()(const PrefixScope& scope) const noexcept {
   size_t h = 0;
   for (const std::string* part :
@@ -235,12 +244,7 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
   if (static_cast<int64_t>(tokens.size()) < table.length())
     throw std::invalid_argument(std::to_string(tokens.size()) + " tokens of a sequence of " +
                                 std::to_string(table.length()));
-  if (retention.priority < 0 || retention.priority > 100)
-    throw std::invalid_argument("priority " + std::to_string(retention.priority) +
-                                ": must be in 0..100");
-  if (retention.ttl_ns < 0)
-    throw std::invalid_argument("ttl_ns " + std::to_string(retention.ttl_ns) +
-                                ": must be at least 0");
+  check_retention(retention);
   if (table.length() == 0) return;
   p.expire();
   const size_t size = static_cast<size_t>(p.page_size);

@@ -127,6 +127,7 @@ Engine::Running Engine::make_request(GenerationRequest request, RequestSink& sin
     throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the context holds " +
                         std::to_string(options_.context));
   check_pool_holds(n);
+  check_retention(request.retention);
   TextStream text(request.stop);
   auto sampler = make_sampler_(request.sampler);
   for (int32_t t : request.prompt) sampler->accept(t);

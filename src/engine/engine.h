@@ -47,8 +47,8 @@ class Engine {
   ~Engine();
 
   // Queues a request; `sink` must outlive it. Throws std::invalid_argument (empty prompt, a token outside the
-  // vocabulary, an empty stop text) and CapacityError (more prompt tokens than the context or the whole pool can hold),
-  // naming the value and the limit.
+  // vocabulary, an empty stop text, a retention outside its limits) and CapacityError (more prompt tokens than the
+  // context or the whole pool can hold), naming the value and the limit.
   RequestId submit(GenerationRequest request, RequestSink& sink);
 
   // One answer a sink to one prompt, whose pages they share: it is computed once, then each answer branches. Answer i
@@ -57,7 +57,7 @@ class Engine {
   std::vector<RequestId> submit(GenerationRequest request, std::span<RequestSink* const> sinks);
 
   // Ends a request: its pages are free or cached when this returns, and its sink hears kCancelled. Unknown or finished
-  // ids are ignored.
+  // ids are ignored. Between steps, not from within a sink.
   void cancel(RequestId id);
 
   // One iteration. False when no request is left.

@@ -150,6 +150,11 @@ TEST(Engine, RefusesAtOnceWhatCanNeverRun) {
   auto stop = f.request("a", 1);
   stop.stop = {""};
   EXPECT_THROW(f.engine.submit(stop, r), std::invalid_argument);
+  auto kept = f.request("a", 1);
+  kept.retention.priority = 101;
+  EXPECT_THROW(f.engine.submit(kept, r), std::invalid_argument);
+  kept.retention = {.ttl_ns = -1};
+  EXPECT_THROW(f.engine.submit(kept, r), std::invalid_argument);
   try {
     f.engine.submit(f.request(std::string(600, 'a'), 1), r);
     FAIL() << "600 tokens were taken";

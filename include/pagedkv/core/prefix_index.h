@@ -47,6 +47,8 @@ struct Retention {
   int priority = 35;   // 0..100, the lowest go first
   int64_t ttl_ns = 0;  // instead of PrefixIndexOptions::ttl_ns; 0: that one
 };
+// Throws std::invalid_argument for a priority outside 0..100 and a negative ttl_ns, as PrefixIndex::insert() does.
+void check_retention(const Retention& retention);
 
 // Why a prompt was not found, or not all of it.
 enum class MissReason {
