@@ -152,20 +152,38 @@ void PrefixIndex::Impl::clear(Scope& scope) noexcept {
   prune(root, MissReason::kCleared);
 }
 
+// Nobody is told page by page.
+void PrefixIndex::Impl::clear_all() noexcept {
+  is_clearing = true;
+  for (const auto& [id, pin] : pins) unpin(pin);
+  pins.clear();  // else each scope would look at all of them
+  for (Scope& scope : scopes)
+    if (scope.root != kNoNode) clear(scope);
+  is_clearing = false;
+}
+
 // ---- times
 
 int64_t PrefixIndex::Impl::expire() noexcept {
-  if (heap.empty() && pins.empty()) return 0;
+  if (heap.empty() && first_pin_end == kNever) return 0;
   const int64_t time = options.now(), before = num_freed;
-  for (auto it = pins.begin(); it != pins.end();) {
-    const bool is_over = it->second.expires_at <= time;
-    if (is_over) unpin(it->second);
-    it = is_over ? pins.erase(it) : std::next(it);
-  }
+  if (first_pin_end <= time) end_pins(time);
   while (!heap.empty() && tree.node(heap.front()).expires_at <= time)
     let_go(heap.front(), main_group, MissReason::kExpired);
   counters.pages_expired += num_freed - before;
   return num_freed - before;
+}
+
+void PrefixIndex::Impl::end_pins(int64_t time) noexcept {
+  first_pin_end = kNever;
+  for (auto it = pins.begin(); it != pins.end();) {
+    const bool is_over = it->second.expires_at <= time;
+    if (is_over)
+      unpin(it->second);
+    else
+      first_pin_end = std::min(first_pin_end, it->second.expires_at);
+    it = is_over ? pins.erase(it) : std::next(it);
+  }
 }
 
 int64_t PrefixIndex::Impl::from_now(int64_t ttl_ns) const noexcept {
@@ -259,6 +277,7 @@ PinResult PrefixIndex::Impl::pin(const PrefixScope& scope, std::span<const int32
   const int64_t end = ttl_ns > 0 ? from_now(ttl_ns) : kNever;
   pins.emplace(next_pin, Pin{last, result.num_tokens, end});
   result.id = next_pin++;
+  first_pin_end = std::min(first_pin_end, end);
   for (NodeId at = last; at != kNoNode; at = tree.node(at).parent) pin_node(at);
   return result;
 }

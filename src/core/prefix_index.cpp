@@ -73,9 +73,7 @@ PrefixIndex::Impl::Impl(PagePool& p, PrefixIndexOptions o)
 }
 
 PrefixIndex::Impl::~Impl() {
-  is_clearing = true;
-  for (Scope& scope : scopes)
-    if (scope.root != kNoNode) clear(scope);
+  clear_all();
   pool.set_keeper(nullptr);
 }
 
@@ -451,10 +449,7 @@ int64_t PrefixIndex::evict(int group, int64_t num_pages) noexcept {
 }
 
 void PrefixIndex::clear() noexcept {
-  impl_->is_clearing = true;
-  for (Impl::Scope& scope : impl_->scopes)
-    if (scope.root != kNoNode) impl_->clear(scope);
-  impl_->is_clearing = false;
+  impl_->clear_all();
   impl_->tell([] { return PageEvent(AllPagesCleared()); });
 }
 

@@ -101,8 +101,10 @@ struct PrefixIndex::Impl final : PageKeeper {
   void remove(NodeId node, MissReason reason) noexcept;
   void prune(NodeId node, MissReason reason) noexcept;
   void clear(Scope& scope) noexcept;
+  void clear_all() noexcept;
   int64_t expire() noexcept;
   int64_t ttl_of(const Retention& retention) const noexcept;
+  void end_pins(int64_t time) noexcept;
   int64_t from_now(int64_t ttl_ns) const noexcept;
   void heap_push(NodeId node) noexcept;
   void heap_erase(NodeId node) noexcept;
@@ -140,9 +142,10 @@ struct PrefixIndex::Impl final : PageKeeper {
   std::vector<NodeId> heap;  // nodes with a time, listed in the main group; the next to go first
   std::map<PinId, Pin> pins;
   PinId next_pin = 1;
-  int64_t num_pinned = 0;  // nodes
-  int64_t num_freed = 0;   // pages that were forgotten and nobody held, ever
-  int64_t bytes = 0;       // of all known pages
+  int64_t first_pin_end = kNever;  // no pin ends before: expire() need not look at them
+  int64_t num_pinned = 0;          // nodes
+  int64_t num_freed = 0;           // pages that were forgotten and nobody held, ever
+  int64_t bytes = 0;               // of all known pages
   std::vector<Gone> gone_{kGone};
   PrefixIndexStats counters;           // those that are counted, not derived
   std::vector<NodeId> stored_;         // by the call under way, not told yet

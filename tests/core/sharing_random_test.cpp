@@ -185,6 +185,7 @@ class Session {
     default_ttl_ = o.ttl_ns;
     o.max_pinned_share = 0.1 * draw_(11);
     if (!exact_ && draw_(2) == 0) o.max_bytes = (1 + draw_(40)) * page_size_ * 8;
+    max_bytes_ = o.max_bytes;
     if (!exact_ && draw_(2) == 0) o.max_bytes_per_salt = (1 + draw_(20)) * page_size_ * 8;
     return o;
   }
@@ -565,6 +566,8 @@ class Session {
     }
     pool_.verify(&expected);
     index_.verify();
+    if (max_bytes_ > 0 && index_.stats().bytes > max_bytes_)
+      fail(index_.stats().bytes, " bytes are kept, ", max_bytes_, " may be");
     const PagePoolStats stats = pool_.stats();
     int64_t free = 0;
     for (int g = 0; g < pool_.num_groups(); ++g) free += pool_.pages_free(g);
@@ -583,7 +586,7 @@ class Session {
   Draw draw_;
   bool exact_;
   int page_size_;
-  int64_t time_ = 5 * kSecond, default_ttl_ = 0;
+  int64_t time_ = 5 * kSecond, default_ttl_ = 0, max_bytes_ = 0;
   PageEventQueue queue_{1000};
   uint64_t next_event_ = 0;
   bool follows_ = false;
