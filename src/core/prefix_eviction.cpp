@@ -162,6 +162,22 @@ void PrefixIndex::Impl::clear_all() noexcept {
   is_clearing = false;
 }
 
+void PrefixIndex::Impl::forget(NodeId node) noexcept {
+  const uint32_t generation = tree.node(node).generation;
+  for (auto it = pins.begin(); it != pins.end();) {
+    const bool ends = is_below(it->second.node, node);
+    if (ends) unpin(it->second);
+    it = ends ? pins.erase(it) : std::next(it);
+  }
+  // A pin may have been all that it was there for.
+  if (tree.node(node).generation == generation) remove(node, MissReason::kCleared);
+}
+
+bool PrefixIndex::Impl::is_below(NodeId node, NodeId ancestor) const noexcept {
+  while (node != kNoNode && node != ancestor) node = tree.node(node).parent;
+  return node == ancestor;
+}
+
 // ---- times
 
 int64_t PrefixIndex::Impl::expire() noexcept {

@@ -74,6 +74,7 @@ PrefixIndex::Impl::Impl(PagePool& p, PrefixIndexOptions o)
 
 PrefixIndex::Impl::~Impl() {
   clear_all();
+  tell([] { return PageEvent(AllPagesCleared()); });
   pool.set_keeper(nullptr);
 }
 
@@ -280,6 +281,15 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
     position->has_retention = true;
   }
   p.prune(at, MissReason::kNone);
+}
+
+void PrefixIndex::forget(const PrefixScope& scope, std::span<const int32_t> tokens, int64_t first) {
+  Impl& p = *impl_;
+  if (first < 0)
+    throw std::invalid_argument("token " + std::to_string(first) + ": must be at least 0");
+  p.known(p.find_root(scope), tokens);
+  const auto page = static_cast<size_t>(first / p.page_size);
+  if (page < p.path_.size()) p.forget(p.path_[page]);
 }
 
 // Page `page` of the table as a child of `parent`; kNoNode where there is no room for it.

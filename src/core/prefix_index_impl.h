@@ -102,6 +102,8 @@ struct PrefixIndex::Impl final : PageKeeper {
   void prune(NodeId node, MissReason reason) noexcept;
   void clear(Scope& scope) noexcept;
   void clear_all() noexcept;
+  void forget(NodeId node) noexcept;
+  bool is_below(NodeId node, NodeId ancestor) const noexcept;
   int64_t expire() noexcept;
   int64_t ttl_of(const Retention& retention) const noexcept;
   void end_pins(int64_t time) noexcept;

@@ -21,7 +21,9 @@ struct Engine::Running {
   bool done = false;
   PrefixScope scope = {};
   bool started = false;
-  int64_t num_known = 0;  // tokens in pages that the prefix index was told of
+  bool is_suspect = false;  // what it computed may be why it failed
+  int64_t num_cached = 0;   // tokens that were there when it started
+  int64_t num_known = 0;    // tokens in pages that the prefix index was told of
   PrefixIndex::Position position = {};
   RequestId branch_of = 0;  // not 0: waits until that request has computed the prompt
 
@@ -173,6 +175,7 @@ void Engine::branch_from(const Running& r) {
       branch.num_known = r.num_known;
       branch.table = r.table.fork();
       branch.table.trim_to(r.num_prompt() - 1);
+      branch.num_cached = branch.num_computed();
     }
 }
 
@@ -212,8 +215,9 @@ bool Engine::start(Running& r) {
   }
   if (r.request.zero_freed_pages) r.table.zero_when_freed();
   r.started = true;
-  stats_.cached_tokens += r.num_computed();
-  r.sink->on_start(r.num_computed());
+  r.num_cached = r.num_computed();
+  stats_.cached_tokens += r.num_cached;
+  r.sink->on_start(r.num_cached);
   return true;
 }
 
@@ -280,6 +284,7 @@ void Engine::run(std::vector<Work>& work) {
     // Whose fault it was is not known: undo, and where several shared the step, give each a step of its own.
     for (auto& w : work) w.request->table.trim_to(w.first);
     if (work.size() == 1) {
+      work[0].request->is_suspect = true;
       finish(*work[0].request, FinishReason::kError, std::current_exception());
       return;
     }
@@ -302,10 +307,6 @@ void Engine::take_outputs(const Work& work, std::span<const float> logits) {
   Running& r = *work.request;
   const size_t vocab = model_.info().vocab_size;
   const int64_t end = work.first + work.num_tokens;
-  try {
-    make_known(r, false);
-  } catch (const std::bad_alloc&) {  // others will compute it again
-  }
   if (work.first < r.num_prompt()) {
     stats_.prompt_tokens += std::min(end, r.num_prompt()) - work.first;
     if (end >= r.num_prompt()) branch_from(r);
@@ -321,7 +322,9 @@ void Engine::take_outputs(const Work& work, std::span<const float> logits) {
       }
     if (work.num_outputs > 0 && end == static_cast<int64_t>(r.tokens.size()))
       take_token(r, logits.last(vocab));
+    if (!r.done) make_known(r, false);
   } catch (...) {
+    r.is_suspect = true;
     finish(r, FinishReason::kError, std::current_exception());
   }
 }
@@ -350,8 +353,11 @@ void Engine::finish(Running& r, FinishReason reason, std::exception_ptr error) {
   r.done = true;
   release_branches(r);
   try {
-    make_known(r, true);
-  } catch (const std::bad_alloc&) {
+    if (!r.is_suspect)
+      make_known(r, true);
+    else if (uses_cache(r))
+      prefix_.forget(r.scope, r.tokens, r.num_cached);
+  } catch (const std::bad_alloc&) {  // others will compute it again
   }
   r.table.trim_to(0);
   r.sink->on_finish(reason, r.text.finish(), error);

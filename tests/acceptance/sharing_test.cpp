@@ -143,10 +143,10 @@ TEST(Sharing, EveryBeginningServesWithItsBits) {
 // FC-11
 TEST(Sharing, UnderEvictionNobodySpeaksOfOthers) {
   const auto model = test::load(model_file(kSmall), 2);
+  const auto tokenizer = load_tokenizer(model_file(kSmall));
   std::mt19937 random(11);
   const auto conversation = [&](int i) {
-    const auto text = load_tokenizer(model_file(kSmall))
-                          ->tokenize(english(static_cast<size_t>(977 * i), 400), true, false);
+    const auto text = tokenizer->tokenize(english(static_cast<size_t>(977 * i), 400), true, false);
     return std::vector<int32_t>(text.begin(), text.begin() + 30 + static_cast<int>(random() % 30));
   };
   Server server(*model, PageFormat::kF16, 12, 16);

@@ -537,6 +537,25 @@ TEST(PrefixIndex, ForgetsHeldPagesWithoutHarm) {
   index.verify();
 }
 
+TEST(PrefixIndex, ForgetsWhatCannotBeTrusted) {
+  PagePool pool(fixed_pool(32));
+  PrefixIndex index(pool);
+  serve(pool, index, tokens_from(0, 100));
+  serve(pool, index, joined(tokens_from(0, 70), tokens_from(900, 30)));
+  ASSERT_TRUE(index.pin({}, tokens_from(0, 100)).id.has_value());
+  index.forget({}, tokens_from(0, 100), 70);  // from the fifth page on
+  index.verify();
+  EXPECT_EQ(index.match({}, tokens_from(0, 100)), 70);  // six tokens of the other sequence's
+  EXPECT_EQ(index.pins().size(), 0u);
+  index.forget({}, tokens_from(0, 100), 20);
+  EXPECT_EQ(index.match({}, tokens_from(0, 100)), 16);
+  index.forget({.salt = "unknown"}, tokens_from(0, 100), 0);
+  index.forget({}, tokens_from(500, 100), 0);
+  EXPECT_EQ(index.match({}, tokens_from(0, 100)), 16);
+  EXPECT_THROW(index.forget({}, tokens_from(0, 100), -1), std::invalid_argument);
+  index.verify();
+}
+
 TEST(PrefixIndex, EndsBeforeItsPool) {
   PagePool pool(fixed_pool(16));
   BlockTable held(pool);

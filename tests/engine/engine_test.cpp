@@ -195,6 +195,25 @@ TEST(Engine, ARowThatIsNotFiniteFailsItsRequestAlone) {
   EXPECT_TRUE(good == alone("abc", 10));
 }
 
+TEST(Engine, WhatAFailedRequestComputedServesNobody) {
+  Fixture f({}, {.prefill_chunk = 20}, {.poison_token = '!'});
+  Recorder bad, good;
+  auto request = f.request(std::string(100, 'a') + "!", 10);
+  request.prompt_logprobs = false;
+  f.engine.submit(request, bad);
+  f.engine.step();
+  f.engine.step();
+  EXPECT_EQ(f.engine.prefix_index().stats().pages, 2);  // of 40 tokens
+  f.run_all();
+  EXPECT_EQ(bad.reason, FinishReason::kError);
+  EXPECT_EQ(f.engine.prefix_index().stats().pages, 0);
+  request.prompt.back() = 'b';
+  f.engine.submit(std::move(request), good);
+  f.run_all();
+  EXPECT_EQ(good.num_cached, 0);
+  EXPECT_EQ(good.text, alone(std::string(100, 'a') + "b", 10).text);
+}
+
 TEST(Engine, CancelFreesThePagesAtOnce) {
   Fixture f;
   Recorder a, b;

@@ -126,7 +126,7 @@ class PrefixIndex {
 
   // Throws std::invalid_argument for options outside their limits, and where the pool has an index already.
   explicit PrefixIndex(PagePool& pool, PrefixIndexOptions options = {});
-  ~PrefixIndex();  // its cached pages become free
+  ~PrefixIndex();  // its cached pages become free, and followers hear that all is cleared
   PrefixIndex(const PrefixIndex&) = delete;
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
@@ -142,6 +142,10 @@ class PrefixIndex {
   // with the same content takes the place of the table's, which goes back.
   void insert(BlockTable& table, const PrefixScope& scope, std::span<const int32_t> tokens,
               bool tail, Position* position = nullptr, const Retention& retention = {});
+
+  // Forgets the full pages of a sequence from the one with token `first` on, and what builds on them, pins too: their
+  // content cannot be trusted.
+  void forget(const PrefixScope& scope, std::span<const int32_t> tokens, int64_t first);
 
   // Keeps the known beginning of `tokens` from eviction, for ttl_ns (0: until unpin). As much of it as max_pinned_share
   // allows.
