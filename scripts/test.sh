@@ -54,8 +54,7 @@ without_randomisation() {
 }
 
 build() {
-  cmake -S "$root" --preset "$1" &&
-    without_randomisation cmake --build "$root/build/$1"
+  (cd "$root" && cmake --preset "$1" && without_randomisation cmake --build --preset "$1")
 }
 
 # What tests of the ci preset run from other build trees; where a tool is missing they say so and are skipped.

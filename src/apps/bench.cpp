@@ -228,7 +228,8 @@ int bench_one_attention(BenchOptions o) {
 void print_prefix(const ordered_json& r, bool first) {
   if (first)
     std::printf(
-        "| requests | shared + own | threads | prompts ms | alone | speedup | answers ms | alone | "
+        "| requests | shared + own | threads | prompts ms | alone | speedup | answers t/s | alone "
+        "| "
         "speedup | MiB | alone |\n"
         "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n");
   const auto number = [&](const char* run, const char* what) { return r[run][what].get<double>(); };
@@ -236,9 +237,10 @@ void print_prefix(const ordered_json& r, bool first) {
   std::printf("| %d | %d + %d | %d | %.0f | %.0f | %.2f | %.0f | %.0f | %.2f | %.1f | %.1f |\n",
               r["n_requests"].get<int>(), r["n_shared"].get<int>(), r["n_own"].get<int>(),
               r["n_threads"].get<int>(), number("shared", "prompt_ms"),
-              number("alone", "prompt_ms"), number("speedup", "prompt"), number("shared", "gen_ms"),
-              number("alone", "gen_ms"), number("speedup", "gen"),
-              number("shared", "bytes_peak") / kMiB, number("alone", "bytes_peak") / kMiB);
+              number("alone", "prompt_ms"), number("speedup", "prompt"),
+              number("shared", "gen_per_second"), number("alone", "gen_per_second"),
+              number("speedup", "gen"), number("shared", "bytes_peak") / kMiB,
+              number("alone", "bytes_peak") / kMiB);
   std::fflush(stdout);
 }
 

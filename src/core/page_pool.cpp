@@ -32,7 +32,7 @@ constexpr int64_t kMaxCommitBytes = int64_t{8} << 20;
 // Where cached pages give room, the machine is not asked again for so many allocations after it refused
 // to: asking reads about ten files.
 constexpr int64_t kAllocationsBetweenAsking = 64;
-// What give_back_idle() gives back at once: 64 MiB took 22 ms where two cores were shared by ten busy threads.
+// What give_back_idle() gives back at once: a MiB takes a third of a millisecond (bench/results/pool.json).
 constexpr int64_t kMaxGiveBackBytes = int64_t{64} << 20;
 
 std::string count_of(int64_t n, const char* what) {

@@ -240,6 +240,7 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
                          std::span<const int32_t> tokens, bool tail, Position* position,
                          const Retention& retention) {
   Impl& p = *impl_;
+  if (table.pool_ != &p.pool) throw std::invalid_argument("the table is of another pool");
   if (static_cast<int64_t>(tokens.size()) < table.length())
     throw std::invalid_argument(std::to_string(tokens.size()) + " tokens of a sequence of " +
                                 std::to_string(table.length()));

@@ -588,6 +588,10 @@ TEST(PrefixIndex, RefusesOptionsOutsideTheirLimits) {
   SharedSequence s = begin(pool, index, tokens_from(0, 20));
   ASSERT_TRUE(s.compute_all(pool));
   EXPECT_THROW(index.insert(s.table, {}, tokens_from(0, 19), false), std::invalid_argument);
+  PagePool other(fixed_pool(4));
+  BlockTable foreign(other);
+  foreign.append(20);
+  EXPECT_THROW(index.insert(foreign, {}, tokens_from(0, 20), false), std::invalid_argument);
 }
 
 uint32_t bits_of(PagePool& pool, PageId page) {
