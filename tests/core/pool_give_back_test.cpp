@@ -418,7 +418,8 @@ TEST_F(Idle, MemoryComesAndGoesWhileASequenceKeepsItsBits) {
     ASSERT_GE(pool_beyond, 0);
     ASSERT_LE(pool_beyond, 0.05) << "cycle " << cycle;
     if (!kSanitized) {
-      ASSERT_LE(std::abs(rss_beyond), 0.05) << "cycle " << cycle;
+      // Of the process as a whole: what else it allocates weighs more where little is held.
+      ASSERT_LE(std::abs(rss_beyond), full ? 0.05 : 0.125) << "cycle " << cycle;
     }
     worst = std::max({worst, pool_beyond, rss_beyond});
     ASSERT_EQ(sequence.attend(), bits);
