@@ -173,7 +173,9 @@ TEST_F(PlanCommand, TokensAreThoseThatAPoolHandsOut) {
         // A group commits up to half of what it has ahead, which another then lacks.
         const int64_t ahead = windows ? 20 * options.page_size : 0;
         EXPECT_LE(plan.formats[0].tokens, tokens + ahead) << budget << ' ' << max_bytes;
-        EXPECT_GE(plan.formats[0].tokens, tokens - ahead) << budget << ' ' << max_bytes;
+        // At the end of a text steps are short, and the window's group gives way to the other.
+        const int64_t step = windows ? 512 : 0;
+        EXPECT_GE(plan.formats[0].tokens, tokens - ahead - step) << budget << ' ' << max_bytes;
         EXPECT_EQ(plan.by_machine, max_bytes == 0 || budget < max_bytes) << budget;
       }
 }
