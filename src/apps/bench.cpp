@@ -202,6 +202,30 @@ void print_attention(const ordered_json& r, bool first) {
   std::fflush(stdout);
 }
 
+// Rows as they come, as Markdown or as lines of JSON, or all of them at the end as one array of JSON.
+class Report {
+ public:
+  explicit Report(const std::string& format) : format_(format) {}
+
+  // print(row, whether it is the first) writes it as Markdown.
+  template <class Print>
+  void add(ordered_json row, const Print& print) {
+    if (format_ == "md") print(row, rows_.empty());
+    if (format_ == "jsonl") std::cout << row.dump() << std::endl;
+    rows_.push_back(std::move(row));
+  }
+  int end() const {
+    if (format_ == "json") std::cout << rows_.dump(2) << std::endl;
+    if (!std::cout || std::ferror(stdout) != 0)
+      throw std::runtime_error("standard output: cannot be written");
+    return kOk;
+  }
+
+ private:
+  const std::string& format_;
+  ordered_json rows_ = ordered_json::array();
+};
+
 // One case for each number of threads.
 int bench_one_attention(BenchOptions o) {
   const KvSettings settings = o.model.kv_settings();
@@ -209,29 +233,20 @@ int bench_one_attention(BenchOptions o) {
   o.one.value_format = settings.value_format;
   o.one.page_size = settings.page_size;
   o.one.repetitions = o.repetitions;
-  if (o.threads.empty()) o.threads = {o.model.threads()};
-  ordered_json all = ordered_json::array();
+  Report report(o.output);
   for (const int threads : o.threads) {
     o.one.num_threads = threads;
-    const ordered_json& r = all.emplace_back(bench_attention(o.one));
-    if (o.output == "jsonl") std::cout << r.dump() << std::endl;
-    if (o.output == "md") {
-      print_attention(r, all.size() == 1);
-    }
+    report.add(bench_attention(o.one), print_attention);
   }
-  if (o.output == "json") std::cout << all.dump(2) << std::endl;
-  if (!std::cout || std::ferror(stdout) != 0)
-    throw std::runtime_error("standard output: cannot be written");
-  return kOk;
+  return report.end();
 }
 
 void print_prefix(const ordered_json& r, bool first) {
   if (first)
-    std::printf(
+    std::puts(
         "| requests | shared + own | threads | prompts ms | alone | speedup | answers t/s | alone "
-        "| "
-        "speedup | MiB | alone |\n"
-        "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n");
+        "| speedup | MiB | alone |\n"
+        "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |");
   const auto number = [&](const char* run, const char* what) { return r[run][what].get<double>(); };
   constexpr double kMiB = 1 << 20;
   std::printf("| %d | %d + %d | %d | %.0f | %.0f | %.2f | %.0f | %.0f | %.2f | %.1f | %.1f |\n",
@@ -248,34 +263,28 @@ void print_prefix(const ordered_json& r, bool first) {
 int bench_sharing(BenchOptions o) {
   const KvSettings settings = o.model.kv_settings();
   o.sharing.repetitions = o.repetitions;
-  if (o.threads.empty()) o.threads = {o.model.threads()};
-  ordered_json all = ordered_json::array();
+  Report report(o.output);
   for (const int threads : o.threads) {
     o.model.num_threads = threads;
     auto m = load_model(o.model, true);
-    ordered_json& r = all.emplace_back(bench_prefix(m, settings, o.sharing));
+    ordered_json r = bench_prefix(m, settings, o.sharing);
     r["n_threads"] = threads;
     r["cpu_info"] = cpu_name();
     r["kernel_set"] = kernels().name;
     r["test_time"] = test_time();
-    if (o.output == "jsonl") std::cout << r.dump() << std::endl;
-    if (o.output == "md") print_prefix(r, all.size() == 1);
+    report.add(std::move(r), print_prefix);
   }
-  if (o.output == "json") std::cout << all.dump(2) << std::endl;
-  if (!std::cout || std::ferror(stdout) != 0)
-    throw std::runtime_error("standard output: cannot be written");
-  return kOk;
+  return report.end();
 }
 
 int bench(BenchOptions o) {
   if (o.attention && o.prefix) throw std::invalid_argument("--prefix: --attention is given too");
+  if (o.threads.empty()) o.threads = {o.model.threads()};
   if (o.attention) return bench_one_attention(std::move(o));
   if (o.prefix) return bench_sharing(std::move(o));
   const auto cases = cases_of(o);
   const KvSettings settings = o.model.kv_settings();
-  if (o.threads.empty()) o.threads = {o.model.threads()};
-  ordered_json all = ordered_json::array();
-  bool first = true;
+  Report report(o.output);
   for (int threads : o.threads) {
     o.model.num_threads = threads;
     auto m = load_model(o.model, true, false);
@@ -285,17 +294,11 @@ int bench(BenchOptions o) {
         throw CapacityError(case_name(c) + " needs " + std::to_string(need) +
                             " tokens, the model's context is " +
                             std::to_string(m.model->info().context_length));
-      const auto result = run_case(c, o, *m.model, settings, o.model.threads());
-      if (o.output == "md") print_markdown(result, c, first);
-      if (o.output == "jsonl") std::cout << result.dump() << std::endl;
-      all.push_back(result);
-      first = false;
+      report.add(run_case(c, o, *m.model, settings, o.model.threads()),
+                 [&](const ordered_json& r, bool first) { print_markdown(r, c, first); });
     }
   }
-  if (o.output == "json") std::cout << all.dump(2) << std::endl;
-  if (!std::cout || std::ferror(stdout) != 0)
-    throw std::runtime_error("standard output: cannot be written");
-  return kOk;
+  return report.end();
 }
 
 }  // namespace

@@ -17,14 +17,12 @@ using nlohmann::ordered_json;
 using Prompts = std::vector<std::vector<int32_t>>;
 
 struct Answer final : RequestSink {
-  void on_start(int64_t n) override { num_cached = n; }
   void on_token(const TokenEvent& event) override {
     times.push_back(Clock::now());
     tokens.push_back(event.id);
   }
   void on_finish(FinishReason, std::string_view, std::exception_ptr e) override { error = e; }
 
-  int64_t num_cached = 0;
   std::vector<int32_t> tokens;
   std::vector<Clock::time_point> times;
   std::exception_ptr error;
