@@ -1,68 +1,21 @@
 // Random operations on PagedKVCache against ContiguousCache, compared with == after each: sizes, counters, every byte of
 // the pages, what reads and attention give. Calls that must fail, and commits refused at random, must change nothing.
 // RapidCheck draws lists of operations and cuts a failing one down; RC_PARAMS="seed=…" draws others.
-#include <gtest/gtest.h>
-#include <rapidcheck.h>
-
 #include <bit>
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <sstream>
 
 #include "core/cache_testing.h"
 #include "core/contiguous_cache.h"
+#include "core/random_operations.h"
 #include "pagedkv/base/executor.h"
 #include "pagedkv/kernels/attention.h"
-
-namespace pagedkv::testing {
-
-struct Op {
-  int kind = 0;       // 0..99, see kinds()
-  int size = 0;       // tokens, mostly
-  uint32_t seed = 0;  // of all else
-};
-
-void showValue(const Op& op, std::ostream& out) {
-  out << "{.kind = " << op.kind << ", .size = " << op.size << ", .seed = " << op.seed << '}';
-}
-
-}  // namespace pagedkv::testing
-
-namespace rc {
-template <>
-struct Arbitrary<pagedkv::testing::Op> {
-  static Gen<pagedkv::testing::Op> arbitrary() {
-    using pagedkv::testing::Op;
-    return gen::build<Op>(gen::set(&Op::kind, gen::inRange(0, 100)),
-                          gen::set(&Op::size, gen::inRange(0, 40)), gen::set(&Op::seed));
-  }
-};
-}  // namespace rc
 
 namespace pagedkv::testing {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-
-class Draw {
- public:
-  explicit Draw(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 77) {}
-  int operator()(int n) {
-    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return static_cast<int>((z ^ (z >> 31)) % static_cast<uint64_t>(n));
-  }
-  bool one_in(int n) { return (*this)(n) == 0; }
-  template <class T>
-  T of(std::initializer_list<T> values) {
-    return values.begin()[(*this)(static_cast<int>(values.size()))];
-  }
-
- private:
-  uint64_t state_;
-};
 
 DType draw_dtype(Draw& draw) { return draw.of({DType::kF32, DType::kF16, DType::kBF16}); }
 
@@ -923,37 +876,12 @@ class Session {
   std::string what_, problem_;
 };
 
-int64_t wanted_operations() {
-  const char* scale = std::getenv("PAGEDKV_TEST_SCALE");
-  return static_cast<int64_t>(100'000 * (scale != nullptr ? std::max(1.0, std::atof(scale)) : 1.0));
-}
-
 TEST(PagedKVCacheRandom, IsTheContiguousCache) {
-  int64_t done = 0, runs = 0;
-  const auto property = [&](uint32_t seed, const std::vector<Op>& ops) {
-    Session session(seed);
-    for (size_t i = 0; i < ops.size(); ++i) {
-      ++done;
-      const std::string problem = session.step(ops[i]);
-      if (!problem.empty()) RC_FAIL("operation " + std::to_string(i) + ", " + problem);
-    }
-    ++runs;
-    const std::string problem = session.finish();
-    if (!problem.empty()) RC_FAIL(problem);
-  };
-  setenv("RC_PARAMS", "seed=20240607 max_size=300", 0);
-  rc::detail::TestParams params = rc::detail::configuration().testParams;
-  while (done < wanted_operations()) {
-    const rc::detail::TestResult result =
-        rc::detail::checkTestable(property, rc::detail::TestMetadata(), params);
-    std::ostringstream text;
-    rc::detail::printResultMessage(result, text);
-    ASSERT_TRUE(result.is<rc::detail::SuccessResult>()) << text.str();
-    ++params.seed;
-  }
-  EXPECT_GE(done, wanted_operations());
-  std::printf("[ COUNT    ] %lld random operations on %lld caches\n", static_cast<long long>(done),
-              static_cast<long long>(runs));
+  RandomCounts counts;
+  run_random_sessions<Session>(
+      "seed=20240607 max_size=300", [](Session& session) { return session.finish(); }, counts);
+  std::printf("[ COUNT    ] %lld random operations on %lld caches\n",
+              static_cast<long long>(counts.operations), static_cast<long long>(counts.sessions));
 }
 
 }  // namespace

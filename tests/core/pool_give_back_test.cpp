@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <random>
 #include <string>
 #include <vector>
@@ -22,6 +21,7 @@ namespace {
 using testing::group;
 using testing::kSanitized;
 using testing::layer;
+using testing::num_mappings;
 using testing::options;
 using testing::scaled;
 using testing::take;
@@ -97,21 +97,14 @@ TEST(GiveBack, OneHeldPageAtTheEndPinsOnlyItself) {
 }
 
 TEST(GiveBack, HolesCostNoMapping) {
-  const auto mappings = [] {
-    std::ifstream file("/proc/self/maps");
-    std::string line;
-    int64_t count = 0;
-    while (std::getline(file, line)) ++count;
-    return count;
-  };
   PagePool pool(large_pages());
   std::vector<PageId> pages = take(pool, 1000);
-  const int64_t before = mappings();
+  const int64_t before = num_mappings();
   std::erase_if(pages, [](PageId page) { return page % 10 == 9; });
   pool.release(0, pages);
   pool.shrink_to(0, 1);
   EXPECT_EQ(pool.committed(0), 100);
-  EXPECT_LE(mappings(), before + 8);
+  EXPECT_LE(num_mappings(), before + 8);
   pool.verify();
 }
 

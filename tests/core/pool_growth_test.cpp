@@ -16,6 +16,7 @@ namespace {
 
 using testing::group;
 using testing::layer;
+using testing::num_mappings;
 using testing::options;
 using testing::status_kib;
 using testing::take;
@@ -152,17 +153,10 @@ TEST_P(Growth, AFirstWriteOf1024PagesIsOneCommit) {
 }
 
 TEST_P(Growth, AnArrayCostsTwoMappingsHoweverOftenItGrows) {
-  const auto mappings = [] {
-    std::ifstream file("/proc/self/maps");
-    std::string line;
-    int64_t count = 0;
-    while (std::getline(file, line)) ++count;
-    return count;
-  };
-  const int64_t before = mappings();
+  const int64_t before = num_mappings();
   PagePool pool(small_model(4));
   for (int i = 0; i < 300; ++i) ASSERT_FALSE(take(pool, 3).empty());
-  EXPECT_LE(mappings() - before, 2 * num_arrays() + 8);
+  EXPECT_LE(num_mappings() - before, 2 * num_arrays() + 8);
 }
 
 TEST(Elastic, GrowsOnRequestWithItsMemory) {

@@ -55,6 +55,15 @@ inline int64_t resident_rounding(int64_t num_arrays, int64_t array_bytes) {
   return num_arrays * ((huge ? int64_t{256} << 10 : 0) + 2 * int64_t{sysconf(_SC_PAGESIZE)});
 }
 
+// Of this process, of which the kernel allows vm.max_map_count.
+inline int64_t num_mappings() {
+  std::ifstream file("/proc/self/maps");
+  std::string line;
+  int64_t count = 0;
+  while (std::getline(file, line)) ++count;
+  return count;
+}
+
 inline std::vector<PageId> take(PagePool& pool, int64_t count, int group = 0, int64_t room = 0) {
   std::vector<PageId> pages(static_cast<size_t>(count), -1);
   if (!pool.try_allocate(group, pages, room)) pages.clear();

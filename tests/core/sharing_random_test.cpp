@@ -1,62 +1,19 @@
 // Random operations on pool, tables and prefix index against an obvious model, which lists the pages that must be known
 // and decides by looking at all of them what a hit is and which page goes next. verify() recounts everything after each
 // operation. RapidCheck draws lists of operations and cuts a failing one down; RC_PARAMS="seed=…" draws others.
-#include <gtest/gtest.h>
-#include <rapidcheck.h>
-
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <sstream>
 #include <thread>
 
+#include "core/random_operations.h"
 #include "core/sharing_testing.h"
-
-namespace pagedkv::testing {
-
-struct SharingOp {
-  int kind = 0;  // 0..99, see step()
-  int size = 0;
-  uint32_t seed = 0;  // of all else
-};
-
-void showValue(const SharingOp& op, std::ostream& out) {
-  out << "{.kind = " << op.kind << ", .size = " << op.size << ", .seed = " << op.seed << '}';
-}
-
-}  // namespace pagedkv::testing
-
-namespace rc {
-template <>
-struct Arbitrary<pagedkv::testing::SharingOp> {
-  static Gen<pagedkv::testing::SharingOp> arbitrary() {
-    using pagedkv::testing::SharingOp;
-    return gen::build<SharingOp>(gen::set(&SharingOp::kind, gen::inRange(0, 100)),
-                                 gen::set(&SharingOp::size, gen::inRange(0, 40)),
-                                 gen::set(&SharingOp::seed));
-  }
-};
-}  // namespace rc
 
 namespace pagedkv::testing {
 namespace {
 
 using Tokens = std::vector<int32_t>;
-
-class Draw {
- public:
-  explicit Draw(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 77) {}
-  int operator()(int n) {
-    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return static_cast<int>((z ^ (z >> 31)) % static_cast<uint64_t>(n));
-  }
-
- private:
-  uint64_t state_;
-};
 
 bool begins_with(const Tokens& all, const Tokens& first) {
   return first.size() <= all.size() && std::equal(first.begin(), first.end(), all.begin());
@@ -136,7 +93,7 @@ class Session {
         index_(pool_, index_options()) {}
 
   // Empty, or how the index and the model came apart.
-  std::string step(const SharingOp& op) {
+  std::string step(const Op& op) {
     Draw draw(op.seed);
     problem_.clear();
     what_ = "operation of kind " + std::to_string(op.kind);
@@ -227,7 +184,7 @@ class Session {
                : &sequences_[static_cast<size_t>(draw(static_cast<int>(sequences_.size())))];
   }
 
-  void run(const SharingOp& op, Draw& draw) {
+  void run(const Op& op, Draw& draw) {
     const int kind = op.kind;
     Sequence* s = any_sequence(draw);
     if (kind < 15 || s == nullptr) return start(draw, op.size);
@@ -603,43 +560,21 @@ class Session {
   std::string what_, problem_;
 };
 
-int64_t wanted_operations() {
-  const char* scale = std::getenv("PAGEDKV_TEST_SCALE");
-  return static_cast<int64_t>(100'000 * (scale != nullptr ? std::max(1.0, std::atof(scale)) : 1.0));
-}
-
 TEST(SharingRandom, PoolTablesAndIndexKeepToTheModel) {
-  int64_t done = 0, runs = 0;
+  RandomCounts counts;
   PrefixIndexStats seen;
-  const auto property = [&](uint32_t seed, const std::vector<SharingOp>& ops) {
-    Session session(seed);
-    for (size_t i = 0; i < ops.size(); ++i) {
-      ++done;
-      const std::string problem = session.step(ops[i]);
-      if (!problem.empty()) RC_FAIL("operation " + std::to_string(i) + ", " + problem);
-    }
-    ++runs;
+  const auto finish = [&](Session& session) {
     session.count(seen);
+    return std::string();
   };
-  setenv("RC_PARAMS", "seed=20261201 max_size=300", 0);
-  rc::detail::TestParams params = rc::detail::configuration().testParams;
-  while (done < wanted_operations()) {
-    const rc::detail::TestResult result =
-        rc::detail::checkTestable(property, rc::detail::TestMetadata(), params);
-    std::ostringstream text;
-    rc::detail::printResultMessage(result, text);
-    ASSERT_TRUE(result.is<rc::detail::SuccessResult>()) << text.str();
-    ++params.seed;
-  }
-  EXPECT_GE(done, wanted_operations());
+  run_random_sessions<Session>("seed=20261201 max_size=300", finish, counts);
   std::printf(
       "[ COUNT    ] %lld random operations on %lld pools: %lld hits, %lld inside a page, %lld "
-      "pages "
-      "merged, %lld evicted, %lld expired, %lld refused\n",
-      static_cast<long long>(done), static_cast<long long>(runs), static_cast<long long>(seen.hits),
-      static_cast<long long>(seen.partial_hits), static_cast<long long>(seen.pages_merged),
-      static_cast<long long>(seen.pages_evicted), static_cast<long long>(seen.pages_expired),
-      static_cast<long long>(seen.pages_refused));
+      "pages merged, %lld evicted, %lld expired, %lld refused\n",
+      static_cast<long long>(counts.operations), static_cast<long long>(counts.sessions),
+      static_cast<long long>(seen.hits), static_cast<long long>(seen.partial_hits),
+      static_cast<long long>(seen.pages_merged), static_cast<long long>(seen.pages_evicted),
+      static_cast<long long>(seen.pages_expired), static_cast<long long>(seen.pages_refused));
 }
 
 // Pools and indexes of different threads have nothing in common (run under ThreadSanitizer by test.sh --all).
