@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/window.h"
+
 namespace pagedkv {
 namespace {
 
@@ -184,16 +186,10 @@ void BlockTable::append(int64_t num_tokens) {
   throw MemoryError(refusal_text_);
 }
 
-// The first entry with a token that a query at `position` sees, or the query's own.
-int64_t BlockTable::first_page_seen(int group, int64_t position) const noexcept {
-  const int window = pool_->sliding_window(group);
-  return window == 0 ? 0 : std::max<int64_t>(0, position + 1 - window) / pool_->page_size();
-}
-
 int64_t BlockTable::release_passed() {
   int64_t num_released = 0;
   for (int g = 0; g < pool_->num_groups(); ++g) {
-    const int64_t first = first_page_seen(g, length_), count = first - passed_[g];
+    const int64_t first = first_page_seen(*pool_, g, length_), count = first - passed_[g];
     if (count <= 0) continue;
     const std::span<PageId> passed = std::span(pages_[g]).subspan(passed_[g], count);
     pool_->release(g, passed);
@@ -208,7 +204,7 @@ int64_t BlockTable::release_passed() {
 int BlockTable::group_that_cannot_trim_to(int64_t length) const noexcept {
   const int64_t kept = pages_for(length, pool_->page_size());
   for (int g = 0; g < pool_->num_groups(); ++g)
-    if (first_page_seen(g, length) < std::min(passed_[g], kept)) return g;
+    if (first_page_seen(*pool_, g, length) < std::min(passed_[g], kept)) return g;
   return -1;
 }
 

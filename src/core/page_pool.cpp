@@ -334,8 +334,7 @@ bool PagePool::Impl::grow_for(std::span<const PageRequest> requests, bool with_c
     if (!check_capacity(plan)) return false;
     if (!options.dynamic) plan.required = g.capacity();  // the first allocation commits all
     if (r.room > 0)
-      plan.room =
-          g.num_committed() - g.num_free() + std::clamp<int64_t>(r.room, num_pages, g.max_pages());
+      plan.room = g.num_in_use() + std::clamp<int64_t>(r.room, num_pages, g.max_pages());
     plans.push_back(plan);
   }
   return plans.empty() || grow(plans);

@@ -16,20 +16,16 @@ bool PrefixIndex::Impl::is_listed(NodeId node, int group) const noexcept {
 }
 
 void PrefixIndex::Impl::list(NodeId node, int group) noexcept {
-  groups[group].listed.push_back(node, tree.node(node).priority,
-                                 [&](NodeId id) -> NodeLinks& { return tree.links(id, group); });
+  groups[group].listed.push_back(node, tree.node(node).priority, links_of(group));
   if (group != main_group) return;
-  scope_of(node).listed.push_back(node,
-                                  [&](NodeId id) -> NodeLinks& { return tree.node(id).in_scope; });
+  scope_of(node).listed.push_back(node, links_in_scope());
   heap_push(node);
 }
 
 void PrefixIndex::Impl::unlist(NodeId node, int group) noexcept {
-  groups[group].listed.erase(node, tree.node(node).priority,
-                             [&](NodeId id) -> NodeLinks& { return tree.links(id, group); });
+  groups[group].listed.erase(node, tree.node(node).priority, links_of(group));
   if (group != main_group) return;
-  scope_of(node).listed.erase(node,
-                              [&](NodeId id) -> NodeLinks& { return tree.node(id).in_scope; });
+  scope_of(node).listed.erase(node, links_in_scope());
   heap_erase(node);
 }
 
@@ -411,7 +407,7 @@ void PrefixIndex::verify() const {
       for (NodeId id = group.listed.of(priority).first; id != kNoNode; ++in_lists) {
         if (!p.is_listed(id, g) || p.tree.node(id).priority != priority)
           fail("node " + std::to_string(id) + " is in a wrong list");
-        id = const_cast<PrefixTree&>(p.tree).links(id, g).next;
+        id = p.tree.links(id, g).next;
       }
     if (in_lists != listed[g] || in_lists != group.listed.size() || pages[g] != group.num_pages)
       fail("group " + std::to_string(g) + " lists " + std::to_string(in_lists) + " of " +

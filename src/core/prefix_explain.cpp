@@ -92,7 +92,7 @@ PrefixExplanation PrefixIndex::explain(const PrefixScope& scope,
     if (e.hit_tokens < e.known_tokens && e.known_tokens >= p.options.min_hit_tokens)
       return MissReason::kWindowEvicted;
     if (last != kNoNode && rest.size() >= page_size) {
-      const uint64_t hash = p.tree.hash(p.tree.node(last).hash, rest.first(page_size));
+      const uint64_t hash = p.tree.hash(last, rest.first(page_size));
       if (p.gone(hash).hash == hash && p.gone(hash).reason != MissReason::kNone)
         return p.gone(hash).reason;
     }

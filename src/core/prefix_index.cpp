@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/prefix_index_impl.h"
+#include "core/window.h"
 
 namespace pagedkv {
 namespace {
@@ -85,28 +86,24 @@ NodeId PrefixIndex::Impl::find_root(const PrefixScope& scope) const {
   return it == scope_ids.end() ? kNoNode : scopes[static_cast<size_t>(it->second)].root;
 }
 
-// The nodes of the full pages that `tokens` begin with, into path_.
-void PrefixIndex::Impl::find_path(NodeId root, std::span<const int32_t> tokens) const {
-  path_.clear();
-  const size_t num_full = tokens.size() / static_cast<size_t>(page_size);
-  for (NodeId at = root; path_.size() < num_full;) {
-    at = tree.find(at, tokens.data() + path_.size() * static_cast<size_t>(page_size));
-    if (at == kNoNode) return;
-    path_.push_back(at);
-  }
-}
-
-// What is stored of the beginning of `tokens`, usable or not.
+// What is stored of the beginning of `tokens`, usable or not; path_ has the nodes of its full pages.
 PrefixIndex::Impl::Hit PrefixIndex::Impl::known(NodeId root,
                                                 std::span<const int32_t> tokens) const {
   path_.clear();
   if (root == kNoNode) return {};
-  find_path(root, tokens);
+  const auto size = static_cast<size_t>(page_size);
+  NodeId last = root;
+  while ((path_.size() + 1) * size <= tokens.size()) {
+    const auto key = tokens.subspan(path_.size() * size, size);
+    const NodeId next = tree.find(last, key, tree.hash(last, key));
+    if (next == kNoNode) break;
+    path_.push_back(last = next);
+  }
   Hit hit;
   hit.num_pages = static_cast<int64_t>(path_.size());
   hit.num_tokens = hit.num_pages * page_size;
-  const PrefixTree::Similar tail = tree.find_similar(
-      path_.empty() ? root : path_.back(), tokens.subspan(static_cast<size_t>(hit.num_tokens)));
+  const PrefixTree::Similar tail =
+      tree.find_similar(last, tokens.subspan(static_cast<size_t>(hit.num_tokens)));
   if (tail.num_common > 0) {
     hit.tail = tail.node;
     hit.tail_tokens = tail.num_common;
@@ -115,16 +112,10 @@ PrefixIndex::Impl::Hit PrefixIndex::Impl::known(NodeId root,
   return hit;
 }
 
-// The first page that a query behind num_tokens tokens can see.
-int64_t PrefixIndex::Impl::first_seen_page(const Group& group, int64_t num_tokens) const noexcept {
-  if (group.sliding_window == 0) return 0;
-  return std::max<int64_t>(0, num_tokens + 1 - group.sliding_window) / page_size;
-}
-
 // Whether the pages that each group needs of path_[0, num_pages) for a hit of num_tokens are there.
 bool PrefixIndex::Impl::windows_are_there(int64_t num_pages, int64_t num_tokens) const noexcept {
   for (size_t g = 0; g < groups.size(); ++g) {
-    const int64_t first = first_seen_page(groups[g], num_tokens);
+    const int64_t first = first_page_seen(pool, static_cast<int>(g), num_tokens);
     const int64_t run =
         num_pages == 0 ? 0 : runs_[static_cast<size_t>(num_pages - 1) * groups.size() + g];
     if (run < num_pages - first) return false;
@@ -178,7 +169,7 @@ BlockTable PrefixIndex::acquire(const PrefixScope& scope, std::span<const int32_
   const Impl::Hit hit = p.find_hit(p.find_root(scope), tokens);
   std::vector<std::vector<PageId>> pages(p.groups.size());
   for (size_t g = 0; g < pages.size(); ++g) {
-    const int64_t first = p.first_seen_page(p.groups[g], hit.num_tokens);
+    const int64_t first = first_page_seen(p.pool, static_cast<int>(g), hit.num_tokens);
     for (int64_t i = 0; i < hit.num_pages; ++i)
       pages[g].push_back(i < first ? kNoPage : p.tree.page(p.path_[i], static_cast<int>(g)));
     if (hit.tail != kNoNode) pages[g].push_back(p.tree.page(hit.tail, static_cast<int>(g)));
@@ -256,11 +247,12 @@ void PrefixIndex::insert(BlockTable& table, const PrefixScope& scope,
   try {
     for (NodeId next; page < num_full; ++page, at = next) {
       const auto key = tokens.subspan(static_cast<size_t>(page) * size, size);
-      next = p.tree.find(at, key.data());
+      const uint64_t hash = p.tree.hash(at, key);
+      next = p.tree.find(at, key, hash);
       if (next != kNoNode) {
         p.adopt(next, table, page);
         p.raise(next, retention);
-      } else if ((next = p.add_node(at, key, table, page, retention)) == kNoNode) {
+      } else if ((next = p.add_node(at, key, hash, table, page, retention)) == kNoNode) {
         break;
       }
     }
@@ -294,7 +286,7 @@ void PrefixIndex::forget(const PrefixScope& scope, std::span<const int32_t> toke
 }
 
 // Page `page` of the table as a child of `parent`; kNoNode where there is no room for it.
-NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> tokens,
+NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> tokens, uint64_t hash,
                                    BlockTable& table, int64_t page, const Retention& retention) {
   // A page that is known as another one is not ours to name, but for a shorter end of the same sequence.
   const NodeId shorter = shorter_end(parent, tokens);
@@ -310,7 +302,6 @@ NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> token
   if (heap.capacity() <= static_cast<size_t>(tree.num_nodes()))
     heap.reserve(static_cast<size_t>(tree.num_nodes() + tree.num_nodes() / 4 + 64));
   if (!make_room(parent, new_bytes)) {
-    const uint64_t hash = tree.hash(tree.node(parent).hash, tokens);
     gone(hash) = {hash, MissReason::kQuotaExceeded};
     ++counters.pages_refused;
     return kNoNode;
@@ -323,7 +314,7 @@ NodeId PrefixIndex::Impl::add_node(NodeId parent, std::span<const int32_t> token
     if (stored_.size() == stored_.capacity()) stored_.reserve(2 * stored_.size() + 16);
   }
   const NodeId replaced = shorter_end(parent, tokens);
-  const NodeId node = tree.add(parent, tokens);
+  const NodeId node = tree.add(parent, tokens, hash);
   if (options.events != nullptr && is_full) {
     tree.name(node) = name;
     stored_.push_back(node);
@@ -408,7 +399,7 @@ void PrefixIndex::Impl::add_tail(NodeId parent, std::span<const int32_t> tokens,
   if (tokens.empty()) return;
   const auto similar = tree.find_similar(parent, tokens);
   if (similar.num_common == static_cast<int>(tokens.size())) return;  // a longer one has it all
-  add_node(parent, tokens, table, table.length() / page_size, retention);
+  add_node(parent, tokens, tree.hash(parent, tokens), table, table.length() / page_size, retention);
 }
 
 // Whether `new_bytes` more may be kept at or below a node, once older pages went for them; the node stays.

@@ -58,10 +58,8 @@ struct PrefixIndex::Impl final : PageKeeper {
 
   // ---- finding
   NodeId find_root(const PrefixScope& scope) const;
-  void find_path(NodeId root, std::span<const int32_t> tokens) const;
   Hit find_hit(NodeId root, std::span<const int32_t> tokens) const;
   Hit known(NodeId root, std::span<const int32_t> tokens) const;
-  int64_t first_seen_page(const Group& group, int64_t num_tokens) const noexcept;
   bool windows_are_there(int64_t num_pages, int64_t num_tokens) const noexcept;
   bool has_all_pages(NodeId node) const noexcept;
 
@@ -69,8 +67,8 @@ struct PrefixIndex::Impl final : PageKeeper {
   NodeId make_root(const PrefixScope& scope);
   NodeId resume(const BlockTable& table, NodeId root, const Position* position,
                 int64_t* num_pages) const noexcept;
-  NodeId add_node(NodeId parent, std::span<const int32_t> tokens, BlockTable& table, int64_t page,
-                  const Retention& retention);
+  NodeId add_node(NodeId parent, std::span<const int32_t> tokens, uint64_t hash, BlockTable& table,
+                  int64_t page, const Retention& retention);
   NodeId shorter_end(NodeId parent, std::span<const int32_t> tokens) const noexcept;
   void adopt(NodeId node, BlockTable& table, int64_t page);
   void reserve_owner(const BlockTable& table, int64_t page);
@@ -125,6 +123,13 @@ struct PrefixIndex::Impl final : PageKeeper {
   void unpin(const Pin& pin) noexcept;
 
   int num_groups() const noexcept { return static_cast<int>(groups.size()); }
+  // Where the lists have their links: a group's, a scope's.
+  auto links_of(int group) noexcept {
+    return [this, group](NodeId id) -> NodeLinks& { return tree.links(id, group); };
+  }
+  auto links_in_scope() noexcept {
+    return [this](NodeId id) -> NodeLinks& { return tree.node(id).in_scope; };
+  }
   Scope& scope_of(NodeId node) noexcept {
     return scopes[static_cast<size_t>(tree.node(node).scope)];
   }

@@ -27,8 +27,8 @@ PrefixTree::PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bi
       links_(num_groups),
       buckets_(64, kNoNode) {}
 
-uint64_t PrefixTree::hash(uint64_t parent, std::span<const int32_t> tokens) const noexcept {
-  uint64_t h = mix(parent, seed_);
+uint64_t PrefixTree::hash(NodeId parent, std::span<const int32_t> tokens) const noexcept {
+  uint64_t h = mix(nodes_[parent].hash, seed_);
   size_t i = 0;
   for (; i + 2 <= tokens.size(); i += 2)
     h = mix(
@@ -66,16 +66,16 @@ NodeId PrefixTree::new_id() {
 // A bucket for one node more.
 void PrefixTree::reserve_bucket() {
   if (static_cast<int64_t>(buckets_.size()) > num_nodes_) return;
-  std::vector<NodeId> larger(2 * buckets_.size(), kNoNode);
-  std::swap(buckets_, larger);
-  for (NodeId head : larger)
-    for (NodeId id = head; id != kNoNode;) {
-      const NodeId next = nodes_[id].next_in_bucket;
-      NodeId& first = bucket(nodes_[id].hash);
-      nodes_[id].next_in_bucket = first;
-      first = id;
-      id = next;
-    }
+  buckets_ = std::vector<NodeId>(2 * buckets_.size(), kNoNode);
+  for_each([&](NodeId id) {  // in the order of memory
+    if (nodes_[id].num_tokens == page_size_) link_in_bucket(id);
+  });
+}
+
+void PrefixTree::link_in_bucket(NodeId id) noexcept {
+  NodeId& first = bucket(nodes_[id].hash);
+  nodes_[id].next_in_bucket = first;
+  first = id;
 }
 
 NodeId PrefixTree::add_root(uint64_t hash) {
@@ -84,7 +84,7 @@ NodeId PrefixTree::add_root(uint64_t hash) {
   return id;
 }
 
-NodeId PrefixTree::add(NodeId parent, std::span<const int32_t> tokens) {
+NodeId PrefixTree::add(NodeId parent, std::span<const int32_t> tokens, uint64_t hash) {
   reserve_bucket();
   const NodeId id = new_id();
   PrefixNode& n = nodes_[id];
@@ -92,12 +92,8 @@ NodeId PrefixTree::add(NodeId parent, std::span<const int32_t> tokens) {
   n.scope = nodes_[parent].scope;
   n.num_tokens = static_cast<uint16_t>(tokens.size());
   std::ranges::copy(tokens, tokens_.at(id));
-  n.hash = hash(nodes_[parent].hash, tokens);
-  if (n.num_tokens == page_size_) {
-    NodeId& first = bucket(n.hash);
-    n.next_in_bucket = first;
-    first = id;
-  }
+  n.hash = hash;
+  if (n.num_tokens == page_size_) link_in_bucket(id);
   link_sibling(id);
   return id;
 }
@@ -115,12 +111,11 @@ void PrefixTree::remove(NodeId id) noexcept {
   --num_nodes_;
 }
 
-NodeId PrefixTree::find(NodeId parent, const int32_t* tokens) const noexcept {
-  const std::span<const int32_t> page(tokens, static_cast<size_t>(page_size_));
-  const uint64_t h = hash(nodes_[parent].hash, page);
-  for (NodeId id = bucket(h); id != kNoNode; id = nodes_[id].next_in_bucket)
-    if (nodes_[id].hash == h && nodes_[id].parent == parent &&
-        std::equal(page.begin(), page.end(), tokens_.at(id)))
+NodeId PrefixTree::find(NodeId parent, std::span<const int32_t> tokens,
+                        uint64_t hash) const noexcept {
+  for (NodeId id = bucket(hash); id != kNoNode; id = nodes_[id].next_in_bucket)
+    if (nodes_[id].hash == hash && nodes_[id].parent == parent &&
+        std::equal(tokens.begin(), tokens.end(), tokens_.at(id)))
       return id;
   return kNoNode;
 }
@@ -216,11 +211,11 @@ void PrefixTree::verify() const {
       if (nodes_[n.parent].generation % 2 == 0) fail(id, "has a parent that is gone");
       if (nodes_[n.parent].num_tokens != page_size_ && !is_root(n.parent))
         fail(id, "follows a page that is not full");
-      if (n.hash != hash(nodes_[n.parent].hash, tokens(id))) fail(id, "has another hash");
+      if (n.hash != hash(n.parent, tokens(id))) fail(id, "has another hash");
     }
     if (n.num_tokens == page_size_) {
       ++full;
-      if (find(n.parent, tokens(id).data()) != id) fail(id, "is not found");
+      if (find(n.parent, tokens(id), n.hash) != id) fail(id, "is not found");
     }
     // In order: each child once, ascending.
     std::vector<NodeId> above;

@@ -51,20 +51,21 @@ class PrefixTree {
   PrefixTree(int page_size, int num_groups, uint64_t seed, int hash_bits, bool has_names);
 
   NodeId add_root(uint64_t hash);
+  // Of a parent's path and the tokens that follow: what find() and add() go by.
+  uint64_t hash(NodeId parent, std::span<const int32_t> tokens) const noexcept;
   // A child for `tokens`, 1..page_size of them, which parent has not; its pages are kNoPage.
-  NodeId add(NodeId parent, std::span<const int32_t> tokens);
+  NodeId add(NodeId parent, std::span<const int32_t> tokens, uint64_t hash);
   // Without children.
   void remove(NodeId node) noexcept;
 
   // The child with exactly these page_size tokens, or kNoNode.
-  NodeId find(NodeId parent, const int32_t* tokens) const noexcept;
+  NodeId find(NodeId parent, std::span<const int32_t> tokens, uint64_t hash) const noexcept;
   // The child that has most tokens in common with the beginning of `tokens`.
   struct Similar {
     NodeId node = kNoNode;
     int num_common = 0;
   };
   Similar find_similar(NodeId parent, std::span<const int32_t> tokens) const noexcept;
-  uint64_t hash(uint64_t parent, std::span<const int32_t> tokens) const noexcept;
 
   PrefixNode& node(NodeId id) noexcept { return nodes_[id]; }
   const PrefixNode& node(NodeId id) const noexcept { return nodes_[id]; }
@@ -75,6 +76,7 @@ class PrefixTree {
   PageId page(NodeId id, int group) const noexcept { return pages_.at(id)[group]; }
   PageName& name(NodeId id) noexcept { return names_[id]; }
   NodeLinks& links(NodeId id, int group) noexcept { return links_.at(id)[group]; }
+  const NodeLinks& links(NodeId id, int group) const noexcept { return links_.at(id)[group]; }
   bool is_root(NodeId id) const noexcept { return nodes_[id].num_tokens == 0; }
 
   int64_t num_nodes() const noexcept { return num_nodes_; }  // roots too
@@ -112,6 +114,7 @@ class PrefixTree {
 
   NodeId new_id();
   void reserve_bucket();
+  void link_in_bucket(NodeId id) noexcept;
   NodeId& bucket(uint64_t hash) noexcept { return buckets_[hash & (buckets_.size() - 1)]; }
   NodeId bucket(uint64_t hash) const noexcept { return buckets_[hash & (buckets_.size() - 1)]; }
   // < 0: `a` stands before `b` among siblings.

@@ -193,13 +193,18 @@ bool Engine::uses_cache(const Running& r) const noexcept {
   return options_.prefix_cache && r.request.cache_prompt;
 }
 
+// How many of the first num_tokens tokens fill their pages.
+int64_t Engine::in_full_pages(int64_t num_tokens) const noexcept {
+  return num_tokens / pool_.page_size() * pool_.page_size();
+}
+
 // Whether a running request is yet to compute pages that this one could take from it, and that are not there.
 bool Engine::is_being_computed(const Running& r) const {
   const auto prompt = std::span(r.request.prompt).first(static_cast<size_t>(r.num_prompt() - 1));
   for (const Running& other : requests_) {
     if (!other.started || other.done || !uses_cache(other) || other.scope != r.scope) continue;
     const auto end = std::ranges::mismatch(prompt, other.request.prompt).in1;
-    const int64_t common = (end - prompt.begin()) / pool_.page_size() * pool_.page_size();
+    const int64_t common = in_full_pages(end - prompt.begin());
     if (other.num_known < common && prefix_.match(r.scope, prompt) < common) return true;
   }
   return false;
@@ -211,7 +216,7 @@ bool Engine::start(Running& r) {
     if (is_being_computed(r)) return false;
     const auto prompt = std::span(r.request.prompt).first(static_cast<size_t>(r.num_prompt() - 1));
     r.table = prefix_.acquire(r.scope, prompt, options_.context, &r.position);
-    r.num_known = r.num_computed() / pool_.page_size() * pool_.page_size();
+    r.num_known = in_full_pages(r.num_computed());
   }
   if (r.request.zero_freed_pages) r.table.zero_when_freed();
   r.started = true;
@@ -223,7 +228,7 @@ bool Engine::start(Running& r) {
 
 // Its pages serve other requests from now on: the full ones, and with `tail` the last one too.
 void Engine::make_known(Running& r, bool tail) {
-  const int64_t full = r.num_computed() / pool_.page_size() * pool_.page_size();
+  const int64_t full = in_full_pages(r.num_computed());
   if (!uses_cache(r) || (full <= r.num_known && !tail)) return;
   prefix_.insert(r.table, r.scope, r.tokens, tail, &r.position, r.request.retention);
   r.num_known = full;

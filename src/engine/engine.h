@@ -77,6 +77,7 @@ class Engine {
   void branch_from(const Running& request);
   void release_branches(const Running& request);
   bool uses_cache(const Running& request) const noexcept;
+  int64_t in_full_pages(int64_t num_tokens) const noexcept;
   bool is_being_computed(const Running& request) const;
   bool start(Running& request);
   void make_known(Running& request, bool tail);

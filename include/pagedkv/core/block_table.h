@@ -89,7 +89,6 @@ class BlockTable {
   bool refuse(PagePool::Refusal why, std::string text);
   bool check_limits(int64_t num_tokens);
   bool last_page_is_shared(int group) const noexcept;
-  int64_t first_page_seen(int group, int64_t position) const noexcept;
   int group_that_cannot_trim_to(int64_t length) const noexcept;
   void check_trim(int64_t length) const;
   int64_t missing_pages(int group, int64_t new_length) const noexcept;

@@ -204,7 +204,7 @@ class PagePool {
   // tests.
   int64_t bytes_resident() const;
 
-  // Recounts everything: each page held, free with its memory or free without, references equal to
+  // Recounts everything: each page held, cached, free with its memory or free without, references equal to
   // `expected` (per group, per page) where given. Throws std::logic_error naming the first fault.
   void verify(const std::vector<std::vector<int32_t>>* expected = nullptr) const;
 

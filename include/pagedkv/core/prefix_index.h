@@ -59,7 +59,7 @@ enum class MissReason {
   kNoCoverage,        // what is stored ends there
   kEvicted,           // what followed was there, and made room
   kExpired,           // its time was over
-  kCleared,           // somebody cleared the index
+  kCleared,           // somebody cleared the index, or it was not to be trusted
   kQuotaExceeded,     // what followed was not kept, for its salt or the index has no bytes left
   kWindowEvicted,     // pages that a window would have to see are gone
   kSaltDiffers,       // it is known under another salt, model, format or arithmetic
