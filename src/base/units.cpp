@@ -29,4 +29,20 @@ int64_t parse_bytes(const std::string& text) {
   return static_cast<int64_t>(bytes);
 }
 
+double parse_seconds(const std::string& text) {
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const std::string unit(end, text.data() + text.size());
+  double factor = 0;
+  if (unit.empty() || unit == "s") factor = 1;
+  if (unit == "ms") factor = 1e-3;
+  if (unit == "m" || unit == "min") factor = 60;
+  if (unit == "h") factor = 3600;
+  if (unit == "d") factor = 86400;
+  if (error != std::errc() || factor == 0 || !(number >= 0 && number * factor <= 1e9))
+    throw std::invalid_argument("\"" + text +
+                                "\" is no time: write seconds, or a number with ms, s, m, h or d");
+  return number * factor;
+}
+
 }  // namespace pagedkv

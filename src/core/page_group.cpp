@@ -211,6 +211,21 @@ bool PageGroup::try_give_back(PageRange run) noexcept {
 
 // ---- references
 
+std::vector<int32_t> PageGroup::page_map() const {
+  std::vector<int32_t> map = references_;
+  for (PageId page = 0; page < extent(); ++page) {
+    if (map[page] > 0) continue;
+    map[page] = is_kept(page)            ? PagePool::kCachedPage
+                : absent_.contains(page) ? PagePool::kPageWithoutMemory
+                                         : PagePool::kFreePage;
+  }
+  return map;
+}
+
+int64_t PageGroup::count_shared() const noexcept {
+  return std::ranges::count_if(references_, [](int32_t references) { return references > 1; });
+}
+
 void PageGroup::take(std::span<PageId> out, uint64_t* random) noexcept {
   assert(static_cast<int64_t>(out.size()) <= num_free());
   for (PageId& page : out) {

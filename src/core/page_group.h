@@ -70,6 +70,8 @@ class PageGroup {
   bool is_kept(PageId page) const noexcept {
     return page >= 0 && page < extent() && (flags_[page] & kKept) != 0;
   }
+  std::vector<int32_t> page_map() const;
+  int64_t count_shared() const noexcept;
   void zero_when_freed(std::span<const PageId> pages) noexcept;
   void copy_page(PageId from, PageId to) noexcept;
   // Who hears of pages that become cached or held again, with the group's number.

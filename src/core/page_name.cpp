@@ -1,11 +1,11 @@
 #include "pagedkv/core/page_name.h"
 
-#include <openssl/evp.h>
-
 #include <stdexcept>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "core/sha256.h"
 
 namespace pagedkv {
 namespace {
@@ -47,16 +47,6 @@ class Cbor {
 
   std::vector<uint8_t> bytes_;
 };
-
-PageName sha256(std::span<const uint8_t> bytes) {
-  // Looking it up takes longer than hashing a page. Never freed: a thread may still need it while the process ends.
-  static EVP_MD* const algorithm = EVP_MD_fetch(nullptr, "SHA256", nullptr);
-  PageName name;
-  if (algorithm == nullptr ||
-      EVP_Digest(bytes.data(), bytes.size(), name.data(), nullptr, algorithm, nullptr) != 1)
-    throw std::runtime_error("a page has no name: OpenSSL offers no SHA-256");
-  return name;
-}
 
 void put_scope(Cbor& cbor, const PrefixScope& scope) {
   std::vector<std::pair<std::string_view, std::string_view>> keys;

@@ -576,6 +576,10 @@ int64_t PagePool::committed(int group) const noexcept {
 int64_t PagePool::extent(int group) const noexcept { return impl_->group(group).extent(); }
 int64_t PagePool::max_pages(int group) const noexcept { return impl_->group(group).max_pages(); }
 
+int64_t PagePool::pages_held(int group) const noexcept { return impl_->group(group).num_held(); }
+int64_t PagePool::pages_cached(int group) const noexcept {
+  return impl_->group(group).num_cached();
+}
 int64_t PagePool::pages_free(int group) const noexcept {
   const PageGroup& g = impl_->group(group);
   return g.capacity() - g.num_held() - g.num_cached();
@@ -605,6 +609,11 @@ PagePoolStats PagePool::stats() const noexcept {
   s.bytes_in_use = impl_->held_bytes();
   s.bytes_committed = impl_->committed_bytes();
   return s;
+}
+
+std::vector<int32_t> PagePool::page_map(int group) const { return impl_->group(group).page_map(); }
+int64_t PagePool::pages_shared(int group) const noexcept {
+  return impl_->group(group).count_shared();
 }
 
 int64_t PagePool::bytes_resident() const {

@@ -8,6 +8,12 @@
 
 namespace pagedkv {
 
+void DurationCounts::add(int64_t ns) noexcept {
+  const double s = static_cast<double>(ns) * 1e-9;
+  ++counts[static_cast<size_t>(std::ranges::lower_bound(kSeconds, s) - kSeconds.begin())];
+  seconds += s;
+}
+
 // ---- lists
 
 bool PrefixIndex::Impl::is_listed(NodeId node, int group) const noexcept {
@@ -41,11 +47,13 @@ void PrefixIndex::Impl::unlist_all(NodeId node) noexcept {
 
 void PrefixIndex::Impl::on_cached(int group, PageId page) noexcept {
   const NodeId node = groups[group].owner[page];
+  if (group == main_group) tree.node(node).cached_at = options.now();
   if (tree.node(node).pins == 0) list(node, group);
 }
 
 void PrefixIndex::Impl::on_held(int group, PageId page) noexcept {
   const NodeId node = groups[group].owner[page];
+  if (group == main_group) counters.reuse_gap.add(options.now() - tree.node(node).cached_at);
   if (tree.node(node).pins == 0) unlist(node, group);
 }
 
@@ -78,6 +86,7 @@ void PrefixIndex::Impl::let_go(NodeId node, int group, MissReason reason) noexce
 void PrefixIndex::Impl::drop_page(NodeId node, int group) noexcept {
   const PageId page = tree.page(node, group);
   if (is_listed(node, group)) unlist(node, group);
+  if (group == main_group) counters.lifetime.add(options.now() - tree.node(node).stored_at);
   tree.page(node, group) = kNoPage;
   groups[group].owner[page] = kNoNode;
   --groups[group].num_pages;
@@ -264,8 +273,10 @@ PinResult PrefixIndex::Impl::pin(const PrefixScope& scope, std::span<const int32
   if (hit.tail != kNoNode) nodes.push_back(hit.tail);
   PinResult result;
   const std::string wanted = std::to_string(tokens.size()) + " tokens";
-  if (nodes.empty()) {
-    result.refusal = "nothing of these " + wanted + " is stored";
+  if (hit.num_tokens < options.min_hit_tokens) {  // no request would find it
+    result.refusal = nodes.empty() ? "nothing of these " + wanted + " is stored"
+                                   : std::to_string(hit.num_tokens) + " of " + wanted +
+                                         " are stored, too few for a hit";
     return result;
   }
   const int64_t most = most_pinned();

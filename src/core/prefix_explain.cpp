@@ -1,5 +1,7 @@
-// Why a prefix index finds no more of a prompt.
+// What a prefix index knows, and why it finds no more of a prompt.
+#include <algorithm>
 #include <array>
+#include <functional>
 #include <utility>
 
 #include "core/prefix_index_impl.h"
@@ -75,8 +77,8 @@ std::string text_of(const PrefixExplanation& e, int page_size) {
 
 }  // namespace
 
-PrefixExplanation PrefixIndex::explain(const PrefixScope& scope,
-                                       std::span<const int32_t> tokens) const {
+PrefixExplanation PrefixIndex::explain(const PrefixScope& scope, std::span<const int32_t> tokens,
+                                       Asker asker) const {
   const Impl& p = *impl_;
   const auto page_size = static_cast<size_t>(p.page_size);
   PrefixExplanation e;
@@ -98,6 +100,7 @@ PrefixExplanation PrefixIndex::explain(const PrefixScope& scope,
     }
     for (const Impl::Scope& other : p.scopes)
       if (other.root != kNoNode && other.root != root &&
+          (asker == Asker::kOperator || other.key.salt == scope.salt) &&
           p.known(other.root, tokens).num_tokens > e.known_tokens)
         return difference(scope, other.key);
     if (e.known_tokens == 0 && e.num_tokens >= p.page_size) return MissReason::kNewSession;
@@ -111,6 +114,64 @@ PrefixExplanation PrefixIndex::explain(const PrefixScope& scope,
   if (e.reason == MissReason::kPrefixDivergence) e.first_differing_token = e.known_tokens;
   e.text = text_of(e, p.page_size);
   return e;
+}
+
+// Adds what stands at `first` and below it to `prefix`, as long as *nodes_left lasts.
+void PrefixIndex::Impl::add_up(NodeId first, KnownPrefix& prefix, int64_t* nodes_left) const {
+  bool is_common = true;  // whether all that is stored here goes through the node
+  std::vector<NodeId> to_see;
+  for (NodeId at = first; at != kNoNode && *nodes_left > 0; --*nodes_left) {
+    const PrefixNode& n = tree.node(at);
+    if (is_common) {
+      prefix.num_tokens += n.num_tokens;
+      const auto tokens = tree.tokens(at);
+      const auto room = static_cast<size_t>(KnownPrefix::kMostTokens) - prefix.tokens.size();
+      prefix.tokens.insert(prefix.tokens.end(), tokens.begin(),
+                           tokens.begin() + std::min(room, tokens.size()));
+    }
+    prefix.num_sequences += n.children == kNoNode;
+    prefix.is_pinned |= n.pins > 0;
+    for (int g = 0; g < num_groups(); ++g)
+      if (tree.page(at, g) != kNoPage) {
+        ++prefix.num_pages;
+        prefix.bytes += groups[g].page_bytes;
+      }
+    if (at != first)  // its siblings begin differently
+      for (const NodeId sibling : {n.left, n.right})
+        if (sibling != kNoNode) to_see.push_back(sibling);
+    if (n.children != kNoNode) to_see.push_back(n.children);
+    const NodeId only = is_common ? n.children : kNoNode;
+    is_common =
+        only != kNoNode && tree.node(only).left == kNoNode && tree.node(only).right == kNoNode;
+    at = kNoNode;
+    if (!to_see.empty()) {
+      at = to_see.back();
+      to_see.pop_back();
+    }
+  }
+}
+
+KnownPrefixes PrefixIndex::prefixes(int64_t most, std::string_view salt, int64_t most_nodes) const {
+  const Impl& p = *impl_;
+  KnownPrefixes out;
+  std::vector<NodeId> to_see;
+  for (const Impl::Scope& scope : p.scopes) {
+    if (scope.root == kNoNode || !scope.key.salt.starts_with(salt)) continue;
+    to_see = {p.tree.node(scope.root).children};
+    while (!to_see.empty() && most_nodes > 0) {
+      const NodeId first = to_see.back();
+      to_see.pop_back();
+      if (first == kNoNode) continue;
+      to_see.push_back(p.tree.node(first).left);
+      to_see.push_back(p.tree.node(first).right);
+      p.add_up(first, out.prefixes.emplace_back(KnownPrefix{.scope = scope.key}), &most_nodes);
+    }
+  }
+  out.is_all = most_nodes > 0 && std::ssize(out.prefixes) <= most;
+  std::ranges::stable_sort(out.prefixes, std::greater(), &KnownPrefix::bytes);
+  if (std::ssize(out.prefixes) > most)
+    out.prefixes.resize(static_cast<size_t>(std::max<int64_t>(most, 0)));
+  return out;
 }
 
 }  // namespace pagedkv

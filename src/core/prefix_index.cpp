@@ -347,6 +347,7 @@ void PrefixIndex::Impl::reserve_owner(const BlockTable& table, int64_t page) {
 
 void PrefixIndex::Impl::attach(NodeId node, int group, PageId page) {
   pool.keep(group, page);
+  if (group == main_group) tree.node(node).stored_at = options.now();
   tree.page(node, group) = page;
   groups[group].owner[page] = node;
   ++groups[group].num_pages;
@@ -415,7 +416,9 @@ bool PrefixIndex::Impl::keep_to_limits(Scope& scope, int64_t new_bytes) noexcept
     while (scope.bytes + new_bytes > options.max_bytes_per_salt) {
       const NodeId oldest = scope.listed.first;
       if (!may_go(oldest, main_group)) return false;
+      const int64_t before = num_freed;
       let_go(oldest, main_group, MissReason::kQuotaExceeded);
+      counters.pages_over_quota += num_freed - before;
     }
   if (options.max_bytes > 0)
     while (bytes + new_bytes > options.max_bytes) {
@@ -460,6 +463,11 @@ void PrefixIndex::clear_salt(std::string_view salt) noexcept {
     if (scope.root != kNoNode && scope.key.salt == salt) impl_->clear(scope);
 }
 
+void PrefixIndex::clear_salts(std::string_view beginning) noexcept {
+  for (Impl::Scope& scope : impl_->scopes)
+    if (scope.root != kNoNode && scope.key.salt.starts_with(beginning)) impl_->clear(scope);
+}
+
 PrefixIndexStats PrefixIndex::stats() const noexcept {
   const Impl& p = *impl_;
   PrefixIndexStats s = p.counters;
@@ -467,6 +475,7 @@ PrefixIndexStats PrefixIndex::stats() const noexcept {
     s.pages += group.num_pages;
     s.index_bytes += static_cast<int64_t>(group.owner.capacity() * sizeof(NodeId));
   }
+  s.pins = static_cast<int64_t>(p.pins.size());
   s.pages_pinned = p.num_pinned;
   s.scopes = static_cast<int64_t>(p.scope_ids.size());
   s.bytes = p.bytes;

@@ -62,6 +62,7 @@ struct PrefixIndex::Impl final : PageKeeper {
   Hit known(NodeId root, std::span<const int32_t> tokens) const;
   bool windows_are_there(int64_t num_pages, int64_t num_tokens) const noexcept;
   bool has_all_pages(NodeId node) const noexcept;
+  void add_up(NodeId first, KnownPrefix& prefix, int64_t* nodes_left) const;
 
   // ---- storing
   NodeId make_root(const PrefixScope& scope);

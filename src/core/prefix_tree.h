@@ -41,7 +41,9 @@ struct PrefixNode {
   uint8_t priority = 0;     // at least that of each child
   int64_t ttl_ns = 0;       // at least that of each child
   int64_t expires_at = 0;   // while in the heap
-  NodeLinks in_scope;       // the index's list of the scope's cached pages
+  int64_t stored_at = 0;
+  int64_t cached_at = 0;  // the last time
+  NodeLinks in_scope;     // the index's list of the scope's cached pages
 };
 
 class PrefixTree {

@@ -17,6 +17,16 @@ TEST(Units, BytesTakeBinaryUnits) {
     EXPECT_THROW(parse_bytes(bad), std::invalid_argument) << bad;
 }
 
+TEST(Units, TimesTakeUnits) {
+  EXPECT_EQ(parse_seconds("30"), 30);
+  EXPECT_EQ(parse_seconds("0"), 0);
+  EXPECT_EQ(parse_seconds("500ms"), 0.5);
+  EXPECT_EQ(parse_seconds("1.5m"), 90);
+  EXPECT_EQ(parse_seconds("2h"), 7200);
+  for (const char* bad : {"", "s", "-1", "1x", "nan", "inf", "1e30", "1 s"})
+    EXPECT_THROW(parse_seconds(bad), std::invalid_argument) << bad;
+}
+
 TEST(Units, BytesAreShownWithOneDecimal) {
   EXPECT_EQ(format_bytes(0), "0 B");
   EXPECT_EQ(format_bytes(1536), "1.5 KiB");

@@ -101,6 +101,31 @@ TEST(PagePool, EachGroupKnowsItsPeak) {
   EXPECT_EQ(pool.pages_peak(1), 2);
 }
 
+TEST(PagePool, ItsMapTellsWhatEachPageIs) {
+  struct Keeper final : PageKeeper {
+    void on_cached(int, PageId) noexcept override {}
+    void on_held(int, PageId) noexcept override {}
+    void on_copied(int, PageId, PageId, int) noexcept override {}
+    int64_t reclaimable(int) const noexcept override { return 0; }
+    int64_t reclaim(int, int64_t) noexcept override { return 0; }
+  } keeper;
+  PagePool pool(options(8));
+  pool.set_keeper(&keeper);
+  const auto pages = take(pool, 6);
+  ASSERT_EQ(pages, (std::vector<PageId>{0, 1, 2, 3, 4, 5}));
+  pool.keep(0, 2);
+  pool.keep(0, 3);
+  pool.retain(0, std::vector<PageId>{3, 4, 4});
+  pool.release(0, std::vector<PageId>{1, 2});
+  constexpr int32_t kFree = PagePool::kFreePage, kCached = PagePool::kCachedPage;
+  EXPECT_EQ(pool.page_map(0), (std::vector<int32_t>{1, kFree, kCached, 2, 3, 1}));
+  EXPECT_EQ(pool.pages_shared(0), 2);
+  EXPECT_EQ(pool.pages_held(0), 4);
+  EXPECT_EQ(pool.pages_cached(0), 1);
+  pool.unkeep(0, 2);
+  pool.set_keeper(nullptr);
+}
+
 TEST(PagePool, ASecondReleaseIsAnErrorThatChangesNothing) {
   PagePool pool(options(8));
   const auto pages = take(pool, 3);

@@ -163,6 +163,12 @@ TEST(PrefixIndex, EveryPartOfTheScopeCounts) {
   index.clear_salt("a");
   EXPECT_EQ(index.match(scopes[1], tokens_from(0, 40)), 0);
   EXPECT_EQ(index.match(scopes[2], tokens_from(0, 40)), 40);
+  for (const char* salt : {"a/x", "a/y", "ab"})
+    EXPECT_EQ(serve(pool, index, tokens_from(0, 40), {salt, "", "", ""}), 0);
+  index.clear_salts("a/");
+  EXPECT_EQ(index.match({"a/x", "", "", ""}, tokens_from(0, 40)), 0);
+  EXPECT_EQ(index.match({"ab", "", "", ""}, tokens_from(0, 40)), 40);
+  EXPECT_EQ(index.match(scopes[5], tokens_from(0, 40)), 40);
   index.clear();
   EXPECT_EQ(index.stats().scopes, 0);
   EXPECT_EQ(index.stats().bytes, 0);
@@ -321,6 +327,19 @@ TEST(PrefixIndex, APinnedPrefixOutlivesAFlood) {
   index.verify();
 }
 
+TEST(PrefixIndex, PinsNothingThatNoRequestWouldFind) {
+  PagePool pool(fixed_pool(16));
+  PrefixIndex index(pool);
+  serve(pool, index, tokens_from(0, 40));
+  const auto tokens = joined(tokens_from(0, 15), tokens_from(300, 20));
+  const PinResult none = index.pin({}, tokens);
+  EXPECT_FALSE(none.id);
+  EXPECT_EQ(none.num_tokens, 0);
+  EXPECT_NE(none.refusal.find("15 of 35 tokens"), std::string::npos) << none.refusal;
+  EXPECT_EQ(index.stats().pages_pinned, 0);
+  EXPECT_TRUE(index.pin({}, joined(tokens_from(0, 16), tokens_from(300, 20))).id);
+}
+
 TEST(PrefixIndex, PinsEndAtTheirCap) {
   PagePool pool(fixed_pool(128));
   PrefixIndex index(pool);
@@ -364,6 +383,8 @@ TEST(PrefixIndex, ASaltHasItsShare) {
   EXPECT_EQ(serve(pool, index, tokens_from(50000, 160), a), 0);
   EXPECT_EQ(index.match(a, tokens_from(50000, 160)), 64);
   EXPECT_EQ(index.explain(a, tokens_from(50000, 160)).reason, MissReason::kQuotaExceeded);
+  EXPECT_GT(index.stats().pages_over_quota, 0);
+  EXPECT_EQ(index.stats().pages_evicted, 0);
   EXPECT_EQ(index.match(b, tokens_from(9000, 32)), 32);
   for (int i = 0; i < 10; ++i) serve(pool, index, tokens_from(90000 + 1000 * i, 64));
   EXPECT_LE(index.stats().bytes, 20 * page);
@@ -426,6 +447,87 @@ TEST(PrefixIndex, ExplainsItsMisses) {
   EXPECT_EQ(index.explain(scope, stored).known_tokens, 48);
   index.clear();
   EXPECT_EQ(reason(scope, tokens_from(0, 64)), "new_session");  // nothing of its scope is left
+}
+
+TEST(PrefixIndex, TellsATenantNothingOfOtherSalts) {
+  PagePool pool(fixed_pool(64));
+  PrefixIndex index(pool);
+  const PrefixScope own{"tenant", "m", "f16", "id"}, others{"", "m", "f16", "id"};
+  const auto stored = tokens_from(0, 70);
+  const PrefixExplanation before = index.explain(own, stored, Asker::kTenant);
+  serve(pool, index, stored, others);
+  const PrefixExplanation after = index.explain(own, stored, Asker::kTenant);
+  EXPECT_EQ(after.reason, MissReason::kNewSession);
+  EXPECT_EQ(after.text, before.text);
+  EXPECT_EQ(index.explain(own, stored).reason, MissReason::kSaltDiffers);
+  // What its own salt has of another model it may know.
+  EXPECT_EQ(index.explain({"", "n", "f16", "id"}, stored, Asker::kTenant).reason,
+            MissReason::kModelDiffers);
+}
+
+TEST(PrefixIndex, ListsWhatIsStoredTheLargestFirst) {
+  PagePool pool(fixed_pool(64));
+  PrefixIndex index(pool);
+  EXPECT_TRUE(index.prefixes(10).prefixes.empty());
+  EXPECT_TRUE(index.prefixes(10).is_all);
+  const auto system = tokens_from(0, 48);
+  for (int32_t question : {1000, 2000, 3000})
+    serve(pool, index, joined(system, tokens_from(question, 20)));  // 2 pages each beyond the 3
+  serve(pool, index, tokens_from(500, 70), {.salt = "tenant"});
+  serve(pool, index, tokens_from(700, 9), {.salt = "tenant"});
+  const PinResult pin = index.pin({.salt = "tenant"}, tokens_from(500, 70));
+  ASSERT_TRUE(pin.id);
+
+  const KnownPrefixes all = index.prefixes(10);
+  EXPECT_TRUE(all.is_all);
+  ASSERT_EQ(all.prefixes.size(), 3u);
+  const KnownPrefix& shared = all.prefixes[0];
+  EXPECT_EQ(shared.scope.salt, "");
+  EXPECT_EQ(shared.num_tokens, 48);
+  EXPECT_EQ(shared.tokens, tokens_from(0, KnownPrefix::kMostTokens));
+  EXPECT_EQ(shared.num_sequences, 3);
+  EXPECT_EQ(shared.num_pages, 9);
+  EXPECT_EQ(shared.bytes, 9 * pool.page_bytes(0));
+  EXPECT_FALSE(shared.is_pinned);
+  EXPECT_EQ(all.prefixes[1].scope.salt, "tenant");
+  EXPECT_EQ(all.prefixes[1].num_tokens, 70);
+  EXPECT_TRUE(all.prefixes[1].is_pinned);
+  EXPECT_EQ(all.prefixes[2].num_tokens, 9);
+  EXPECT_EQ(all.prefixes[2].tokens, tokens_from(700, 9));
+  int64_t bytes = 0;
+  for (const KnownPrefix& prefix : all.prefixes) bytes += prefix.bytes;
+  EXPECT_EQ(bytes, index.stats().bytes);
+
+  EXPECT_EQ(index.stats().pins, 1);
+  EXPECT_EQ(index.prefixes(10, "tenant").prefixes.size(), 2u);
+  EXPECT_EQ(index.prefixes(10, "ten").prefixes.size(), 2u);
+  EXPECT_EQ(index.prefixes(10, "nobody").prefixes.size(), 0u);
+  EXPECT_EQ(index.prefixes(2).prefixes.size(), 2u);
+  EXPECT_FALSE(index.prefixes(2).is_all);
+  EXPECT_FALSE(index.prefixes(10, "", 4).is_all);
+}
+
+TEST(PrefixIndex, CountsHowLongPagesLiveAndWait) {
+  PagePool pool(fixed_pool(64));
+  Clock clock;
+  PrefixIndex index(pool, clock.options());
+  const auto counts = [](std::initializer_list<std::pair<double, int64_t>> pairs) {
+    std::array<int64_t, DurationCounts::kSeconds.size() + 1> out = {};
+    for (const auto& [upper, count] : pairs)
+      out[static_cast<size_t>(std::ranges::find(DurationCounts::kSeconds, upper) -
+                              DurationCounts::kSeconds.begin())] += count;
+    return out;
+  };
+  serve(pool, index, tokens_from(0, 49));  // three full pages and a tail of one token
+  clock.time += ns(seconds(3));
+  EXPECT_EQ(index.stats().reuse_gap.counts, counts({}));
+  serve(pool, index, tokens_from(0, 49));
+  EXPECT_EQ(index.stats().reuse_gap.counts, counts({{5, 3}}));
+  EXPECT_DOUBLE_EQ(index.stats().reuse_gap.seconds, 9);
+  EXPECT_EQ(index.stats().lifetime.counts, counts({}));
+  clock.time += ns(seconds(100'000));
+  index.clear();
+  EXPECT_EQ(index.stats().lifetime.counts, counts({{0, 4}}));  // longer than all
 }
 
 TEST(PrefixIndex, TellsWhatHappensToItsPages) {

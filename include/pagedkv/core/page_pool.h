@@ -190,6 +190,8 @@ class PagePool {
   int64_t extent(int group) const noexcept;  // ids below it may be read; all that have memory are
   int64_t max_pages(int group) const noexcept;   // the most there is address space for
   int64_t pages_free(int group) const noexcept;  // of capacity
+  int64_t pages_held(int group) const noexcept;
+  int64_t pages_cached(int group) const noexcept;
   int64_t pages_peak(int group) const noexcept;  // most held at once
   int64_t bytes_per_token() const noexcept;      // over all layers, scales included
   int64_t page_bytes(int group) const noexcept;  // over the group's layers, scales included
@@ -200,6 +202,10 @@ class PagePool {
   const std::string& refusal_text() const noexcept;
 
   PagePoolStats stats() const noexcept;
+  // What each id below extent(group) is: how many hold it, or one of these. A pass over all ids, as is pages_shared().
+  static constexpr int32_t kFreePage = 0, kCachedPage = -1, kPageWithoutMemory = -2;
+  std::vector<int32_t> page_map(int group) const;
+  int64_t pages_shared(int group) const noexcept;  // that more than one holds
   // Bytes of the committed arrays that the kernel really holds (mincore). Slow: for reports and
   // tests.
   int64_t bytes_resident() const;

@@ -12,6 +12,7 @@
 // Not thread-safe: the step loop calls it. The pool must outlive it, it must outlive no BlockTable in particular.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -79,6 +80,27 @@ struct PrefixExplanation {
   std::string text;                              // the same for people
 };
 
+// Who asks: a tenant is told nothing of what other salts have.
+enum class Asker { kOperator, kTenant };
+
+// What is stored of the sequences that have their first page in common.
+struct KnownPrefix {
+  PrefixScope scope;
+  std::vector<int32_t> tokens = {};  // the first ones, kMostTokens at most
+  int64_t num_tokens = 0;            // that all of them begin with
+  int64_t num_sequences = 0;         // ends
+  int64_t num_pages = 0;             // over all layer groups
+  int64_t bytes = 0;                 // of these
+  bool is_pinned = false;            // some of them
+
+  static constexpr int kMostTokens = 32;
+};
+
+struct KnownPrefixes {
+  std::vector<KnownPrefix> prefixes;  // the largest first
+  bool is_all = true;                 // false: some were left out
+};
+
 using PinId = int64_t;
 
 struct PinResult {
@@ -95,6 +117,16 @@ struct PinnedPrefix {
   std::optional<int64_t> ns_left;  // none: until unpin()
 };
 
+// How often something took how long.
+struct DurationCounts {
+  static constexpr std::array<double, 10> kSeconds = {0.1, 0.5, 1,    5,    15,
+                                                      60,  300, 1800, 7200, 86400};
+  std::array<int64_t, kSeconds.size() + 1> counts =
+      {};              // up to kSeconds[i] and more than the one before; then longer
+  double seconds = 0;  // in all
+  void add(int64_t ns) noexcept;
+};
+
 struct PrefixIndexStats {
   int64_t queries = 0, query_tokens = 0;
   int64_t hits = 0, hit_tokens = 0;  // prompts with a hit; tokens they need not compute
@@ -103,13 +135,18 @@ struct PrefixIndexStats {
   int64_t pages_merged = 0;          // computed twice: the second copy was given back
   int64_t pages_evicted = 0;         // that made room
   int64_t pages_expired = 0;
-  int64_t pages_refused = 0;  // not kept: max_bytes, max_bytes_per_salt
-  int64_t pages = 0;          // known now, over all groups
-  int64_t pages_pinned = 0;   // of the first layer group with full attention
+  int64_t pages_over_quota = 0;  // that made room in their salt's bytes
+  int64_t pages_refused = 0;     // not kept: max_bytes, max_bytes_per_salt
+  int64_t pages = 0;             // known now, over all groups
+  int64_t pins = 0;
+  int64_t pages_pinned = 0;  // of the first layer group with full attention
   int64_t scopes = 0;
   int64_t bytes = 0;        // of the known pages
   int64_t index_bytes = 0;  // that the index itself takes
   int64_t events_lost = 0;  // there was no memory to make them
+  // Of pages of the first layer group with full attention: from when one was stored until it was known no more; from
+  // when one was cached until it was held again.
+  DurationCounts lifetime = {}, reuse_gap = {};
 };
 
 class PrefixIndex {
@@ -153,8 +190,13 @@ class PrefixIndex {
   bool unpin(PinId id) noexcept;  // false: there is none such
   std::vector<PinnedPrefix> pins();
 
-  // Why `tokens` are (not) found. Looks at every scope, so it tells about other salts: for operators, not for tenants.
-  PrefixExplanation explain(const PrefixScope& scope, std::span<const int32_t> tokens) const;
+  // Why `tokens` are (not) found.
+  PrefixExplanation explain(const PrefixScope& scope, std::span<const int32_t> tokens,
+                            Asker asker = Asker::kOperator) const;
+  // What is stored under salts that begin like this one, which all do where it is empty: `most` prefixes at most. Looks
+  // at so many nodes (a page of tokens each) at most, to be short between two steps.
+  KnownPrefixes prefixes(int64_t most, std::string_view salt = {},
+                         int64_t most_nodes = int64_t{1} << 16) const;
 
   // Frees what is past its time; the other calls do so too. Returns how many pages went.
   int64_t expire() noexcept;
@@ -165,6 +207,8 @@ class PrefixIndex {
   void clear() noexcept;
   // Forgets one salt's pages, in all scopes that have it.
   void clear_salt(std::string_view salt) noexcept;
+  // And of all salts that begin with `beginning`: of a tenant that has several.
+  void clear_salts(std::string_view beginning) noexcept;
 
   PrefixIndexStats stats() const noexcept;
   // Recounts everything, with the pool. Throws std::logic_error naming the first fault.
