@@ -8,9 +8,6 @@
 namespace pagedkv {
 namespace {
 
-// Graphs of the step's limit that a run keeps: the chunks of a prompt, and the last chunk with its row of logits.
-constexpr int kLongGraphs = 2;
-
 std::string with_unit(double value, const char* unit) {
   char text[48];
   std::snprintf(text, sizeof text, value < 9.95 ? "%.2f %s" : "%.0f %s", value, unit);
@@ -33,7 +30,7 @@ ModelInfo describe(const Family& family, const Hyperparameters& hp, int64_t num_
   info.num_layers = hp.num_layers;
   info.num_q_heads = hp.num_q_heads;
   info.num_params = num_params;
-  info.step_bytes = kLongGraphs * step_buffer_bytes(hp, max_step_tokens);
+  info.step_bytes = step_buffer_bytes(hp, max_step_tokens);
   info.description = info.family + " " + show_count(num_params) + " parameters, " + weight_types;
   info.groups = layer_groups(hp).groups;
   return info;

@@ -1,5 +1,7 @@
 #include "models/ggml/ggml_model.h"
 
+#include <ggml-backend.h>
+
 #include <algorithm>
 #include <map>
 #include <stdexcept>
@@ -13,6 +15,11 @@
 #include "models/ggml/paged_attention.h"
 #include "models/ggml/step_graph.h"
 #include "models/ggml/weights.h"
+
+// Takes the place of ggml's own, which then is not linked, nor are the kernels behind it. Our graphs do not use them, and
+// their tiles would be 74 KiB of zeroed thread-local memory in every thread of a server.
+ggml_backend_buffer_type_t ggml_backend_amx_buffer_type();
+ggml_backend_buffer_type_t ggml_backend_amx_buffer_type() { return nullptr; }
 
 namespace pagedkv {
 namespace {

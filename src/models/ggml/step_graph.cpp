@@ -4,8 +4,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "ggml-alloc.h"
+
 namespace pagedkv {
 namespace {
+
+struct FreeGraphAllocator {
+  void operator()(ggml_gallocr* allocator) const noexcept { ggml_gallocr_free(allocator); }
+};
 
 // Tensors (with views) that build() makes at most for a layer, and outside the layers.
 constexpr size_t kTensorsPerLayer = 56;
@@ -154,6 +160,39 @@ StepGraph& StepGraphs::get(int num_rows, int num_outputs) {
   return *graphs_.front();
 }
 
+// Memory for all graphs. Where there is too little of it, the graphs that lie in it go.
+bool StepGraphs::provide(size_t bytes) {
+  if (buffer_ && ggml_backend_buffer_get_size(buffer_.get()) >= bytes) return true;
+  graphs_.clear();
+  buffer_.reset();
+  memory_.reset();
+  constexpr size_t kPage = 4096;
+  bytes = (bytes + kPage - 1) / kPage * kPage;
+  memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes)));
+  if (!memory_) return false;
+  buffer_.reset(ggml_backend_cpu_buffer_from_ptr(memory_.get(), bytes));
+  return buffer_ != nullptr;
+}
+
+// ggml's allocator says where each tensor lies in a buffer of its own, which nobody writes to; the tensors are then moved
+// into ours. False: no memory.
+bool StepGraphs::place(StepGraph& graph) {
+  const std::unique_ptr<ggml_gallocr, FreeGraphAllocator> allocator(
+      ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
+  if (!allocator || !ggml_gallocr_alloc_graph(allocator.get(), graph.graph)) return false;
+  ggml_backend_buffer* const planned = graph.tokens->buffer;
+  graph.buffer_bytes = ggml_backend_buffer_get_size(planned);
+  if (!provide(graph.buffer_bytes)) return false;
+  auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(planned));
+  for (ggml_tensor* t = ggml_get_first_tensor(graph.context.get()); t != nullptr;
+       t = ggml_get_next_tensor(graph.context.get(), t)) {
+    if (t->buffer != planned) continue;
+    t->data = memory_.get() + (static_cast<std::byte*>(t->data) - base);
+    t->buffer = buffer_.get();
+  }
+  return true;
+}
+
 std::unique_ptr<StepGraph> StepGraphs::build(int num_rows, int num_outputs) {
   auto g = std::make_unique<StepGraph>();
   g->num_rows = num_rows;
@@ -163,8 +202,7 @@ std::unique_ptr<StepGraph> StepGraphs::build(int num_rows, int num_outputs) {
   g->context.reset(ggml_init({g->memory.size(), g->memory.data(), /*no_alloc=*/true}));
   g->graph = ggml_new_graph_custom(g->context.get(), most, false);
   Builder(hp_, weights_, attention_, *g).build();
-  g->allocator.reset(ggml_gallocr_new(ggml_backend_cpu_buffer_type()));
-  if (!g->allocator || !ggml_gallocr_alloc_graph(g->allocator.get(), g->graph)) {
+  if (!place(*g)) {
     throw std::runtime_error("no memory for a step of " + std::to_string(num_rows) +
                              " tokens and " + std::to_string(num_outputs) + " rows of logits");
   }

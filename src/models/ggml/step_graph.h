@@ -1,16 +1,17 @@
 // ggml's graph of one step, for a number of token rows and output rows.
 //
 // Positions, pages and lengths are inputs, so a graph serves every step of its size; building one costs some
-// hundred microseconds and a compute buffer, so the last few are kept.
+// hundred microseconds, so the last few are kept. One graph runs at a time: all compute in the same memory.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <list>
 #include <memory>
 #include <vector>
 
-#include "ggml-alloc.h"
+#include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
 #include "models/ggml/hyperparameters.h"
@@ -22,8 +23,11 @@ namespace pagedkv {
 struct FreeGgmlContext {
   void operator()(ggml_context* context) const noexcept { ggml_free(context); }
 };
-struct FreeGraphAllocator {
-  void operator()(ggml_gallocr* allocator) const noexcept { ggml_gallocr_free(allocator); }
+struct FreeBackendBuffer {
+  void operator()(ggml_backend_buffer* buffer) const noexcept { ggml_backend_buffer_free(buffer); }
+};
+struct FreeMemory {
+  void operator()(void* memory) const noexcept { std::free(memory); }
 };
 struct FreeThreadPool {
   void operator()(ggml_threadpool* pool) const noexcept { ggml_threadpool_free(pool); }
@@ -35,7 +39,7 @@ struct StepGraph {
   int num_rows, num_outputs;
   std::vector<std::byte> memory;  // of `context`
   std::unique_ptr<ggml_context, FreeGgmlContext> context;
-  std::unique_ptr<ggml_gallocr, FreeGraphAllocator> allocator;  // owns the compute buffer
+  size_t buffer_bytes;  // that it computes in
   ggml_cgraph* graph;
   ggml_cplan plan;
   ggml_tensor* tokens;     // int32 [num_rows]
@@ -55,7 +59,7 @@ class StepGraphs {
              int num_threads, bool use_reference);
 
   // The graph of this size, built if it is not one of the last kMostGraphs. Valid until the next call.
-  // Throws std::runtime_error when its compute buffer cannot be had.
+  // Throws std::runtime_error when its memory cannot be had.
   StepGraph& get(int num_rows, int num_outputs);
 
   // Runs it. Throws std::runtime_error when ggml fails.
@@ -65,6 +69,8 @@ class StepGraphs {
 
  private:
   std::unique_ptr<StepGraph> build(int num_rows, int num_outputs);
+  bool place(StepGraph& graph);
+  bool provide(size_t bytes);
 
   const Hyperparameters& hp_;
   const Weights& weights_;
@@ -72,8 +78,11 @@ class StepGraphs {
   const int num_threads_;
   const bool use_reference_;
   std::unique_ptr<ggml_threadpool, FreeThreadPool> threads_;
-  std::vector<uint8_t> work_;  // of the largest plan; shared, since one graph runs at a time
-  std::list<std::unique_ptr<StepGraph>> graphs_;  // the last used first
+  std::vector<uint8_t> work_;  // of the largest plan
+  // What the graphs compute in, as large as the largest has needed.
+  std::unique_ptr<std::byte, FreeMemory> memory_;
+  std::unique_ptr<ggml_backend_buffer, FreeBackendBuffer> buffer_;  // for ggml, the same
+  std::list<std::unique_ptr<StepGraph>> graphs_;                    // the last used first
 };
 
 }  // namespace pagedkv

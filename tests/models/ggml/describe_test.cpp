@@ -43,8 +43,7 @@ TEST(Describe, TheBufferOfAStepIsEstimatedFromAbove) {
     StepGraphs graphs(hp, weights, attention, 1, false);
     for (const int rows : {512}) {
       const StepGraph& graph = graphs.get(rows, 1);
-      const auto bytes =
-          static_cast<double>(ggml_gallocr_get_buffer_size(graph.allocator.get(), 0));
+      const auto bytes = static_cast<double>(graph.buffer_bytes);
       const auto estimate = static_cast<double>(step_buffer_bytes(hp, rows));
       EXPECT_GE(estimate, 0.97 * bytes) << name << ' ' << rows;
       EXPECT_LE(estimate, (name.starts_with("model-variants") ? 2.0 : 1.1) * bytes)
