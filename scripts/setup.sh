@@ -11,7 +11,8 @@ exec >&2
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
-  libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev libedit-dev libtomlplusplus-dev)
+  libhwy-dev libcli11-dev libspdlog-dev nlohmann-json3-dev libgtest-dev libssl-dev libedit-dev libtomlplusplus-dev
+  prometheus-cpp-dev)
 # libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
 test_packages=(librapidcheck-dev clang libclang-rt-dev python3-dev pkg-config)
 [ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)

@@ -132,7 +132,9 @@ class RunSink final : public RequestSink {
     bar_.show(static_cast<double>(done) / static_cast<double>(total));
     if (done == total) bar_.clear();
   }
-  void on_prompt_logprob(int64_t, double logprob) override { prompt_logprobs_.push_back(logprob); }
+  void on_prompt_logprob(int64_t, double logprob, std::span<const TokenLogprob>) override {
+    prompt_logprobs_.push_back(logprob);
+  }
   void on_token(const TokenEvent& event) override {
     if (num_tokens++ == 0) first_token = Clock::now();
     last_token = Clock::now();

@@ -71,9 +71,10 @@ TextStream::TextStream(std::vector<std::string> stops) : stops_(std::move(stops)
     if (s.empty()) throw std::invalid_argument("stop: a stop text must not be empty");
 }
 
-std::string TextStream::push(std::string_view bytes) {
+std::string TextStream::push(std::string_view bytes, bool may_stop) {
   if (stopped_) return {};
   held_ += bytes;
+  if (!may_stop) return release(whole_characters(held_));
   size_t end = std::string::npos;
   for (const auto& s : stops_) end = std::min(end, held_.find(s));
   if (end != std::string::npos) {
@@ -92,9 +93,13 @@ std::string TextStream::push(std::string_view bytes) {
       }
     }
   }
-  free = whole_characters(std::string_view(held_).substr(0, free));
-  std::string out = valid_utf8(std::string_view(held_).substr(0, free));
-  held_.erase(0, free);
+  return release(whole_characters(std::string_view(held_).substr(0, free)));
+}
+
+// The first `length` bytes that are held.
+std::string TextStream::release(size_t length) {
+  std::string out = valid_utf8(std::string_view(held_).substr(0, length));
+  held_.erase(0, length);
   return out;
 }
 

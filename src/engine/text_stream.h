@@ -14,8 +14,8 @@ class TextStream {
   explicit TextStream(std::vector<std::string> stops = {});
 
   // Adds the bytes of a token and returns the text that became free. After a stop text was found,
-  // stopped() is true and nothing more comes.
-  std::string push(std::string_view bytes);
+  // stopped() is true and nothing more comes. may_stop false: it is not looked for yet.
+  std::string push(std::string_view bytes, bool may_stop = true);
 
   // The end: returns what was held back; an unfinished character becomes one U+FFFD.
   std::string finish();
@@ -23,6 +23,8 @@ class TextStream {
   bool stopped() const noexcept { return stopped_; }
 
  private:
+  std::string release(size_t length);
+
   std::vector<std::string> stops_;
   std::string held_;  // valid UTF-8 but for an unfinished character at its end
   bool stopped_ = false;

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace pagedkv {
@@ -36,13 +37,21 @@ struct ChatMessage {
 // Variables of a template's own ("enable_thinking"), each value as JSON.
 using TemplateKwargs = std::map<std::string, std::string>;
 
+// How a prompt ends.
+enum class PromptEnd {
+  kAnswer,    // with the opening of the assistant's answer
+  kMessages,  // with the last message
+  kOpen,      // within the last message, whose text the answer goes on with
+};
+
 class ChatTemplate {
  public:
   virtual ~ChatTemplate() = default;
-  // The prompt text, with the opening of the assistant's answer. Throws std::invalid_argument with the
-  // template's own message when it refuses the messages or a variable.
+  // The prompt text. Any thread. Throws std::invalid_argument with the template's own message when it refuses the
+  // messages or a variable.
   virtual std::string render(std::span<const ChatMessage> messages,
-                             const TemplateKwargs& kwargs = {}) const = 0;
+                             const TemplateKwargs& kwargs = {},
+                             PromptEnd end = PromptEnd::kAnswer) const = 0;
 };
 
 struct SamplerOptions {
@@ -52,19 +61,33 @@ struct SamplerOptions {
   float min_p = 0.0f;               // 0: off
   float repetition_penalty = 1.0f;  // 1: off; over the last `penalty_last_n` tokens
   int32_t penalty_last_n = 64;
+  // Of each token so far generated: what is taken off its logit once, and for each time. 0: off; over all of them.
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  std::vector<std::pair<int32_t, float>> logit_bias = {};  // token, what is added to its logit
   uint64_t seed = 0;
 };
 
 class Sampler {
  public:
   virtual ~Sampler() = default;
-  // Chooses a token from logits [vocab_size]. Throws std::runtime_error when a logit is not finite.
-  virtual int32_t sample(std::span<const float> logits) = 0;
-  // Tells the sampler of a token of the sequence (prompt or sampled), for penalties.
-  virtual void accept(int32_t token) = 0;
+  // Chooses a token from logits [vocab_size], none of `without`. Throws std::runtime_error when a logit is not finite.
+  virtual int32_t sample(std::span<const float> logits, std::span<const int32_t> without) = 0;
+  int32_t sample(std::span<const float> logits) { return sample(logits, {}); }
+  // Tells the sampler of a token of the sequence, for penalties.
+  virtual void accept(int32_t token, bool generated) = 0;
 };
 
 // log softmax(logits)[token], in double, the sum in index order.
 double log_probability(std::span<const float> logits, int32_t token);
+
+struct TokenLogprob {
+  int32_t id = 0;
+  double logprob = 0;
+  bool operator==(const TokenLogprob&) const = default;
+};
+
+// The `count` most likely tokens with log_probability() of each, best first; of equal ones the lowest id first.
+std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, int count);
 
 }  // namespace pagedkv

@@ -14,7 +14,7 @@ namespace {
 
 struct Recorder final : RequestSink {
   explicit Recorder(Generation& g) : out(g) {}
-  void on_prompt_logprob(int64_t, double logprob) override {
+  void on_prompt_logprob(int64_t, double logprob, std::span<const TokenLogprob>) override {
     out.prompt_logprobs.push_back(logprob);
   }
   void on_token(const TokenEvent& e) override {

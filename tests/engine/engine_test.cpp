@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <list>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -15,7 +19,7 @@ namespace {
 struct Recorder final : RequestSink {
   void on_start(int64_t n) override { num_cached = n; }
   void on_prompt(int64_t done, int64_t) override { chunks.push_back(done); }
-  void on_prompt_logprob(int64_t index, double logprob) override {
+  void on_prompt_logprob(int64_t index, double logprob, std::span<const TokenLogprob>) override {
     EXPECT_EQ(index, static_cast<int64_t>(prompt_logprobs.size()) + 1);
     prompt_logprobs.push_back(logprob);
   }
@@ -597,7 +601,7 @@ TEST(Engine, AnswersThatCannotRunAreRefusedTogether) {
   EXPECT_EQ(f.engine.num_requests(), 0u);
 }
 
-TEST(Engine, AnswersThatOutgrowAFixedPoolFailOneByOne) {
+TEST(Engine, AnswersThatTogetherOutgrowAFixedPoolTakeTurns) {
   KvSettings kv;
   kv.dynamic = false;
   kv.num_pages = 12;  // one whole answer takes 10, three together 18
@@ -606,19 +610,20 @@ TEST(Engine, AnswersThatOutgrowAFixedPoolFailOneByOne) {
   RequestSink* sinks[] = {&answers[0], &answers[1], &answers[2]};
   auto request = f.request(std::string(96, 'y'), 60);
   request.sampler.temperature = 1;  // equal answers would be kept once
-  f.engine.submit(std::move(request), sinks);
+  f.engine.submit(request, sinks);
   f.run_all();
-  int whole = 0;
-  for (const Recorder& r : answers) {
-    EXPECT_TRUE(r.finished);
-    if (r.reason == FinishReason::kLength)
-      ++whole;
-    else
-      EXPECT_THROW(std::rethrow_exception(r.error), CapacityError);
-  }
-  EXPECT_GE(whole, 1);
-  EXPECT_LT(whole, 3);
+  EXPECT_GT(f.engine.stats().preemptions, 0);
   EXPECT_EQ(f.pool.stats().pages_held, 0);
+  for (uint64_t i = 0; i < 3; ++i) {
+    Fixture roomy;
+    GenerationRequest one = request;
+    one.sampler.seed += i;
+    one.prompt_logprobs = i == 0;
+    Recorder want;
+    roomy.engine.submit(one, want);
+    roomy.run_all();
+    EXPECT_TRUE(answers[i] == want) << i;
+  }
 }
 
 TEST(Engine, PromptProbabilitiesNeedEveryToken) {
@@ -642,6 +647,308 @@ TEST(Engine, ARequestThatCannotGoOnHoldsNothing) {
   f.run_all();
   EXPECT_EQ(r.reason, FinishReason::kError);
   EXPECT_EQ(f.pool.stats().pages_held, 0);
+}
+
+// ---- scheduling
+
+KvSettings fixed_pool(int32_t num_pages, int page_size = 16) {
+  KvSettings kv;
+  kv.num_pages = num_pages;
+  kv.page_size = page_size;
+  kv.dynamic = false;
+  return kv;
+}
+
+std::string varied(int seed, size_t length) {
+  std::string out(1, static_cast<char>('A' + seed % 26));
+  for (size_t i = 1; i < length; ++i)
+    out += static_cast<char>('a' + (i * i + i * static_cast<size_t>(seed) + 7) % 26);
+  return out;
+}
+
+// FC-12 on the toy model: what was preempted says what it says with all the room there is, in every format, with a
+// window and without, warm or not, with the prompt's log-probabilities or not.
+TEST(Scheduler, PreemptionIsInvisible) {
+  int64_t preemptions = 0, recomputed = 0;
+  for (const bool window : {false, true})
+    for (const bool cache : {false, true})
+      for (const bool prompt_logprobs : {false, true})
+        for (const int page_size : {3, 16})
+          for (const int chunk : {0, 7}) {
+            const ToyOptions toy{.sliding_window = window ? 20 : 0};
+            EngineOptions options = every_hit();
+            options.prefix_cache = cache;
+            options.prefill_chunk = chunk;
+            Fixture tight(fixed_pool(192 / page_size, page_size), options, toy);
+            Recorder got[4], want[4];
+            for (int i = 0; i < 4; ++i) {
+              auto request = tight.request(varied(i, 32), 64);
+              request.prompt_logprobs = prompt_logprobs;
+              request.top_logprobs = 2;
+              request.sampler.temperature = 0.8f;
+              request.sampler.seed = static_cast<uint64_t>(i);
+              Fixture roomy({}, {}, toy);
+              roomy.engine.submit(request, want[i]);
+              roomy.run_all();
+              tight.engine.submit(std::move(request), got[i]);
+            }
+            tight.run_all();
+            for (int i = 0; i < 4; ++i) {
+              EXPECT_TRUE(got[i] == want[i]) << i << ' ' << window << cache << page_size << chunk;
+              EXPECT_EQ(got[i].tokens.size(), 64u);
+              EXPECT_EQ(got[i].num_cached, 0);  // what is computed again was no hit
+              EXPECT_TRUE(std::ranges::is_sorted(got[i].chunks));
+            }
+            const EngineStats stats = tight.engine.stats();
+            EXPECT_EQ(stats.prompt_tokens, 4 * 32);
+            EXPECT_EQ(stats.generated_tokens, 4 * 64);
+            EXPECT_EQ(tight.pool.stats().pages_held, 0);
+            EXPECT_GT(stats.preemptions, 0);
+            tight.engine.prefix_index().verify();
+            preemptions += stats.preemptions;
+            recomputed += stats.recomputed_tokens;
+          }
+  EXPECT_GT(recomputed, 0);
+  std::printf("[ COUNT    ] %lld preemptions, %lld tokens computed again\n",
+              static_cast<long long>(preemptions), static_cast<long long>(recomputed));
+}
+
+TEST(Scheduler, RandomLoadInASmallPoolSaysWhatEachSaysAlone) {
+  const char* scale = std::getenv("PAGEDKV_TEST_SCALE");
+  const int rounds = 12 * (scale ? std::atoi(scale) : 1);
+  std::mt19937 random(11);
+  const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  int64_t preemptions = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const ToyOptions toy{.max_step_tokens = 20 + below(80), .sliding_window = below(2) * 24};
+    EngineOptions options = every_hit();
+    options.prefill_chunk = 1 + below(30);
+    options.max_seqs = 1 + below(12);
+    Fixture f(fixed_pool(14 + below(20), 8), options, toy);
+    struct One {
+      GenerationRequest request;
+      Recorder got;
+      RequestId id = 0;
+      bool cancelled = false;
+    };
+    std::list<One> all;
+    for (int i = 0; i < 40; ++i) {
+      One& one = all.emplace_back();
+      one.request = f.request(varied(below(4), 1 + static_cast<size_t>(below(60))), below(40));
+      one.request.prompt_logprobs = below(4) == 0;
+      one.request.priority = below(3);
+      one.request.sampler.temperature = static_cast<float>(below(2));
+      one.request.sampler.seed = random();
+      if (below(5) == 0) one.request.cache_salt.assign(1, 's');
+      one.id = f.engine.submit(one.request, one.got);
+      for (int steps = below(4); steps > 0; --steps) f.engine.step();
+      if (below(10) == 0) {
+        One& victim = *std::next(all.begin(), below(static_cast<int>(all.size())));
+        victim.cancelled |= !victim.got.finished;
+        f.engine.cancel(victim.id);
+      }
+      f.pool.verify();
+    }
+    f.run_all();
+    f.engine.prefix_index().verify();
+    EXPECT_EQ(f.pool.stats().pages_held, 0);
+    preemptions += f.engine.stats().preemptions;
+    for (One& one : all) {
+      ASSERT_TRUE(one.got.finished);
+      if (one.cancelled) {
+        EXPECT_EQ(one.got.reason, FinishReason::kCancelled);
+        continue;
+      }
+      Fixture roomy({}, {}, toy);
+      Recorder want;
+      roomy.engine.submit(one.request, want);
+      roomy.run_all();
+      EXPECT_TRUE(one.got == want) << round;
+    }
+  }
+  EXPECT_GT(preemptions, 0);
+}
+
+TEST(Scheduler, ThoseOfTheLowestNumberRunFirst) {
+  Fixture f({}, {.max_seqs = 1});
+  std::vector<int> order;
+  struct Told final : RequestSink {
+    std::vector<int>* order;
+    int name;
+    Told(std::vector<int>* o, int n) : order(o), name(n) {}
+    void on_start(int64_t) override { order->push_back(name); }
+    void on_token(const TokenEvent&) override {}
+    void on_finish(FinishReason, std::string_view, std::exception_ptr) override {}
+  };
+  std::list<Told> sinks;
+  for (const int priority : {5, 5, -1, 0, -1}) {
+    auto request = f.request(varied(static_cast<int>(sinks.size()), 40), 3);
+    request.prompt_logprobs = false;
+    request.priority = priority;
+    f.engine.submit(std::move(request), sinks.emplace_back(&order, static_cast<int>(sinks.size())));
+  }
+  f.run_all();
+  EXPECT_EQ(order, (std::vector<int>{2, 4, 3, 0, 1}));
+}
+
+TEST(Scheduler, AnUrgentRequestTakesThePagesOfOthers) {
+  Fixture f(fixed_pool(8));  // 128 tokens
+  Recorder slow, urgent;
+  auto request = f.request(varied(1, 60), 60);
+  request.prompt_logprobs = false;
+  f.engine.submit(request, slow);
+  for (int i = 0; i < 20; ++i) f.engine.step();
+  EXPECT_EQ(slow.tokens.size(), 20u);
+  request = f.request(varied(2, 60), 20);
+  request.prompt_logprobs = false;
+  request.priority = -1;
+  f.engine.submit(request, urgent);
+  while (!urgent.finished) ASSERT_TRUE(f.engine.step());
+  EXPECT_FALSE(slow.finished);
+  f.run_all();
+  EXPECT_EQ(slow.text, alone(varied(1, 60), 60).text);
+  EXPECT_EQ(urgent.text, alone(varied(2, 60), 20).text);
+}
+
+// A long prompt that must wait for its pages is passed by short ones, but not for ever.
+TEST(Scheduler, ALongPromptNeitherBlocksNorStarves) {
+  Fixture f(fixed_pool(20), {.prefill_chunk = 64, .max_seqs = 8});
+  Recorder first, big;
+  auto request = f.request(varied(0, 100), 40);  // 9 pages
+  request.prompt_logprobs = false;
+  f.engine.submit(request, first);
+  f.engine.step();
+  request = f.request(varied(1, 250), 20);  // 17 pages
+  request.prompt_logprobs = false;
+  f.engine.submit(request, big);
+  std::list<Recorder> small;
+  int before_big = 0;
+  for (int i = 0; i < 400 && !big.finished; ++i) {
+    auto next = f.request(varied(2 + i, 20), 4);
+    next.prompt_logprobs = false;
+    f.engine.submit(next, small.emplace_back());
+    f.engine.step();
+    if (big.num_cached < 0)
+      before_big = static_cast<int>(std::ranges::count_if(small, &Recorder::finished));
+  }
+  EXPECT_TRUE(big.finished);
+  EXPECT_GT(before_big, 0);
+  f.run_all();
+  EXPECT_EQ(big.text, alone(varied(1, 250), 20).text);
+  EXPECT_TRUE(std::ranges::all_of(small, &Recorder::finished));
+}
+
+// FC-17: each chunk of the long prompt costs the running answer one token's time, not the prompt's.
+TEST(Scheduler, ALongPromptDoesNotStallRunningAnswers) {
+  Fixture f({}, {.prefill_chunk = 32});
+  Recorder victim, big;
+  auto request = f.request(varied(0, 10), 200);
+  request.prompt_logprobs = false;
+  f.engine.submit(request, victim);
+  for (int i = 0; i < 10; ++i) f.engine.step();
+  request = f.request(varied(1, 960), 1);
+  request.prompt_logprobs = false;
+  f.engine.submit(request, big);
+  const size_t before = victim.tokens.size();
+  while (big.tokens.empty()) f.engine.step();
+  EXPECT_EQ(victim.tokens.size() - before, 30u);
+  f.run_all();
+}
+
+// FC-15: the context is what the pool can hold of one sequence.
+TEST(Scheduler, NoRequestIsTakenThatThePoolCanNeverHold) {
+  Fixture f(fixed_pool(64), {.within_pool = true});
+  EXPECT_EQ(f.engine.context(), 1024);
+  Recorder big, fits;
+  Recorder small[3];
+  try {
+    f.engine.submit(f.request(varied(0, 1500), 1), big);
+    FAIL() << "1500 tokens were taken";
+  } catch (const CapacityError& e) {
+    EXPECT_STREQ(e.what(), "the prompt has 1500 tokens, the context holds 1024");
+  }
+  for (int i = 0; i < 3; ++i) f.engine.submit(f.request(varied(i, 20), 5), small[i]);
+  f.engine.submit(f.request(varied(9, 1000), 500), fits);
+  f.run_all();
+  EXPECT_EQ(fits.reason, FinishReason::kLength);
+  EXPECT_EQ(fits.tokens.size(), 24u);
+  for (const Recorder& r : small) EXPECT_EQ(r.tokens.size(), 5u);
+}
+
+TEST(Scheduler, ManyMoreRequestsThanSequencesAllEnd) {
+  Fixture f(fixed_pool(24), {.max_seqs = 4});
+  std::vector<Recorder> got(200);
+  for (size_t i = 0; i < got.size(); ++i) {
+    auto request =
+        f.request("shared beginning of all of them " + varied(static_cast<int>(i), 9), 6);
+    request.prompt_logprobs = false;
+    f.engine.submit(std::move(request), got[i]);
+  }
+  EXPECT_EQ(f.engine.num_waiting(), 200);
+  f.engine.step();
+  EXPECT_LE(f.engine.num_running(), 4);
+  f.run_all();
+  for (size_t i = 0; i < got.size(); ++i)
+    EXPECT_EQ(got[i].text,
+              alone("shared beginning of all of them " + varied(static_cast<int>(i), 9), 6).text);
+}
+
+// ---- what ends an answer, and what is told of it
+
+TEST(Engine, StopTokensEndItAndMinNewTokensForbidIt) {
+  const Recorder whole = alone("abc", 40);
+  Fixture f({}, {}, {.end_after = 10});
+  Recorder stopped, long_enough, ends;
+  auto request = f.request("abc", 40);
+  request.stop_tokens = {whole.tokens[4]};
+  f.engine.submit(request, stopped);
+  request.stop_tokens = {};
+  request.min_new_tokens = 20;
+  f.engine.submit(request, long_enough);
+  request.stop = {std::string(1, static_cast<char>(whole.tokens[0]))};
+  f.engine.submit(request, ends);
+  f.run_all();
+  EXPECT_EQ(stopped.reason, FinishReason::kStop);
+  EXPECT_EQ(stopped.text, whole.text.substr(0, 4));
+  EXPECT_EQ(long_enough.tokens.size(), 21u);
+  EXPECT_EQ(long_enough.tokens.back(), kToyEnd);
+  EXPECT_EQ(std::ranges::count(long_enough.tokens, kToyEnd), 1);
+  EXPECT_GE(ends.tokens.size(), 20u);
+  EXPECT_EQ(ends.text.substr(0, 10), whole.text.substr(0, 10));
+  request.stop_tokens = {kToyVocabSize};
+  EXPECT_THROW(f.engine.submit(request, ends), std::invalid_argument);
+  request.stop_tokens = {};
+  request.top_logprobs = kMostTopLogprobs + 1;
+  EXPECT_THROW(f.engine.submit(request, ends), std::invalid_argument);
+}
+
+TEST(Engine, TheMostLikelyTokensComeBestFirst) {
+  struct Tops final : RequestSink {
+    void on_prompt_logprob(int64_t, double, std::span<const TokenLogprob> top) override {
+      prompt.emplace_back(top.begin(), top.end());
+    }
+    void on_token(const TokenEvent& e) override {
+      ids.push_back(e.id);
+      logprobs.push_back(e.logprob.value());
+      tops.emplace_back(e.top.begin(), e.top.end());
+    }
+    void on_finish(FinishReason, std::string_view, std::exception_ptr) override {}
+    std::vector<int32_t> ids;
+    std::vector<double> logprobs;
+    std::vector<std::vector<TokenLogprob>> tops, prompt;
+  } sink;
+  Fixture f;
+  auto request = f.request("abcdef", 8);
+  request.top_logprobs = 5;
+  f.engine.submit(std::move(request), sink);
+  f.run_all();
+  ASSERT_EQ(sink.tops.size(), 8u);
+  EXPECT_EQ(sink.prompt.size(), 5u);
+  for (size_t i = 0; i < sink.tops.size(); ++i) {
+    ASSERT_EQ(sink.tops[i].size(), 5u);
+    EXPECT_EQ(sink.tops[i][0], (TokenLogprob{sink.ids[i], sink.logprobs[i]}));
+    EXPECT_TRUE(std::ranges::is_sorted(sink.tops[i], std::greater{}, &TokenLogprob::logprob));
+  }
 }
 
 }  // namespace

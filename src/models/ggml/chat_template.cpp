@@ -58,8 +58,8 @@ class JinjaTemplate final : public ChatTemplate {
   JinjaTemplate(LlamaVocabModel model, std::string path)
       : model_(std::move(model)), path_(std::move(path)) {}
 
-  std::string render(std::span<const ChatMessage> messages,
-                     const TemplateKwargs& kwargs) const override {
+  std::string render(std::span<const ChatMessage> messages, const TemplateKwargs& kwargs,
+                     PromptEnd end) const override {
     std::call_once(parsed_, [&] { parse(); });
     if (messages.empty()) throw std::invalid_argument("chat template: no messages");
     common_chat_templates_inputs inputs;
@@ -68,7 +68,7 @@ class JinjaTemplate final : public ChatTemplate {
       out.role = message.role;
       out.content = message.content;
     }
-    inputs.add_generation_prompt = true;
+    inputs.add_generation_prompt = end == PromptEnd::kAnswer;
     inputs.use_jinja = true;
     inputs.chat_template_kwargs = kwargs;
     if (const auto thinking = kwargs.find("enable_thinking"); thinking != kwargs.end()) {
@@ -78,13 +78,25 @@ class JinjaTemplate final : public ChatTemplate {
       inputs.enable_thinking = thinking->second == "true";
     }
     try {
-      return common_chat_templates_apply(templates_.get(), inputs).prompt;
+      std::string prompt = common_chat_templates_apply(templates_.get(), inputs).prompt;
+      return end == PromptEnd::kOpen ? open(std::move(prompt), messages.back().content) : prompt;
     } catch (const std::exception& error) {
       throw std::invalid_argument(std::string("chat template: ") + error.what());
     }
   }
 
  private:
+  // Cuts what the template puts behind the last message's text.
+  static std::string open(std::string prompt, std::string_view text) {
+    while (!text.empty() && std::string_view(" \t\r\n").find(text.back()) != std::string_view::npos)
+      text.remove_suffix(1);  // most templates do so too
+    const size_t place = prompt.rfind(text);
+    if (place == std::string::npos)
+      throw std::invalid_argument("the last message's text is not in the prompt as it is");
+    prompt.resize(place + text.size());
+    return prompt;
+  }
+
   void parse() const {
     const char* text = llama_model_chat_template(model_.get(), nullptr);
     const std::string_view source = text ? text : "";

@@ -21,7 +21,7 @@ std::unique_ptr<Tokenizer> load_tokenizer(const std::string& path);
 // not one of load_tokenizer's, which need not outlive the template.
 std::unique_ptr<ChatTemplate> make_chat_template(const Tokenizer& tokenizer);
 
-// Applies repetition penalty, top-k, top-p, min-p and temperature in this order, then draws by `seed`. With
+// Applies logit bias, repetition, presence and frequency penalty, top-k, top-p, min-p and temperature in this order, then draws by `seed`. With
 // temperature 0 it takes the largest logit after the penalty, on a tie the lowest token. Throws
 // std::invalid_argument naming the option that is outside its limits.
 std::unique_ptr<Sampler> make_sampler(const SamplerOptions& options, int32_t vocab_size);

@@ -129,7 +129,8 @@ class ToyTokenizer final : public Tokenizer {
 
 class ToyChatTemplate final : public ChatTemplate {
  public:
-  std::string render(std::span<const ChatMessage> messages, const TemplateKwargs&) const override {
+  std::string render(std::span<const ChatMessage> messages, const TemplateKwargs&,
+                     PromptEnd) const override {
     if (messages.empty()) throw std::invalid_argument("messages: at least one is needed");
     return messages.back().content;
   }
@@ -138,10 +139,13 @@ class ToyChatTemplate final : public ChatTemplate {
 class ToySampler final : public Sampler {
  public:
   explicit ToySampler(const SamplerOptions& options) : options_(options), random_(options.seed) {}
-  int32_t sample(std::span<const float> logits) override {
+  using Sampler::sample;
+  int32_t sample(std::span<const float> given, std::span<const int32_t> without) override {
+    std::vector<float> logits(given.begin(), given.end());
     for (size_t i = 0; i < logits.size(); ++i)
       if (!std::isfinite(logits[i]))
         throw std::runtime_error("logit " + std::to_string(i) + " is not finite");
+    for (const int32_t token : without) logits.at(static_cast<size_t>(token)) = -INFINITY;
     const auto best = std::max_element(logits.begin(), logits.end());
     if (options_.temperature <= 0) return static_cast<int32_t>(best - logits.begin());
     std::vector<double> p;
@@ -149,7 +153,7 @@ class ToySampler final : public Sampler {
       p.push_back(std::exp((static_cast<double>(x) - *best) / options_.temperature));
     return static_cast<int32_t>(std::discrete_distribution<int>(p.begin(), p.end())(random_));
   }
-  void accept(int32_t) override {}
+  void accept(int32_t, bool) override {}
 
  private:
   SamplerOptions options_;

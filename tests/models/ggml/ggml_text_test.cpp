@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <random>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -204,6 +205,23 @@ TEST(GgmlSampler, TakesTheLowestOfEqualLogitsWhenGreedy) {
   EXPECT_EQ(make_sampler({}, 8)->sample(logits), 1);
 }
 
+TEST(GgmlSampler, TakesTheFirstOfTheLargestOfAnyNumberOfLogits) {
+  std::mt19937 random(1);
+  for (const int size : {1, 2, 15, 1023, 1024, 1025, 5000})
+    for (int round = 0; round < 20; ++round) {
+      std::vector<float> logits(static_cast<size_t>(size));
+      // Few different values, both zeros among them, of one sign or both: the largest stands in many places.
+      const int shift = static_cast<int>(random() % 9) - 4;
+      for (float& x : logits) {
+        x = static_cast<float>(static_cast<int>(random() % 5) - 2 + shift);
+        if (x == 0 && random() % 2) x = -0.0f;
+      }
+      EXPECT_EQ(make_sampler({}, size)->sample(logits),
+                std::max_element(logits.begin(), logits.end()) - logits.begin())
+          << size;
+    }
+}
+
 TEST(GgmlSampler, NamesTheLogitThatIsNotFinite) {
   for (const float bad :
        {NAN, std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
@@ -264,12 +282,47 @@ TEST(GgmlSampler, PenalisesWhatItWasTold) {
   const std::vector<float> logits = {1.0f, 1.2f, 0.5f};
   const auto sampler = make_sampler({.repetition_penalty = 1.5f, .penalty_last_n = 2}, 3);
   EXPECT_EQ(sampler->sample(logits), 1);
-  sampler->accept(1);
+  sampler->accept(1, false);
   EXPECT_EQ(sampler->sample(logits), 0);
-  sampler->accept(0);
-  sampler->accept(2);  // token 1 falls out of the last two
+  sampler->accept(0, false);
+  sampler->accept(2, false);  // token 1 falls out of the last two
   EXPECT_EQ(sampler->sample(logits), 1);
-  EXPECT_THROW(sampler->accept(3), std::invalid_argument);
+  EXPECT_THROW(sampler->accept(3, false), std::invalid_argument);
+}
+
+// Presence once, frequency for each time, of generated tokens alone; unlike repetition, which is of the prompt too.
+TEST(GgmlSampler, PenalisesWhatWasGenerated) {
+  const std::vector<float> logits = {2.0f, 1.5f, 1.2f};
+  const auto presence = make_sampler({.presence_penalty = 0.6f}, 3);
+  presence->accept(0, false);
+  EXPECT_EQ(presence->sample(logits), 0);
+  presence->accept(0, true);
+  EXPECT_EQ(presence->sample(logits), 1);
+  presence->accept(0, true);
+  presence->accept(1, true);
+  EXPECT_EQ(presence->sample(logits), 0);  // 1.4, 0.9, 1.2
+  const auto frequency = make_sampler({.frequency_penalty = 0.3f}, 3);
+  for (int i = 0; i < 2; ++i) frequency->accept(0, true);
+  EXPECT_EQ(frequency->sample(logits), 1);  // 1.4, 1.5, 1.2
+  for (int i = 0; i < 2; ++i) frequency->accept(1, true);
+  EXPECT_EQ(frequency->sample(logits), 0);  // 1.4, 0.9, 1.2
+  const auto rewards = make_sampler({.presence_penalty = -2.0f}, 3);
+  rewards->accept(2, true);
+  EXPECT_EQ(rewards->sample(logits), 2);
+}
+
+TEST(GgmlSampler, AddsItsBiasAndTakesNoneOfTheForbidden) {
+  const std::vector<float> logits = {2.0f, 1.5f, 1.2f};
+  EXPECT_EQ(make_sampler({.logit_bias = {{0, -100.0f}}}, 3)->sample(logits), 1);
+  EXPECT_EQ(make_sampler({.logit_bias = {{2, 1.0f}, {0, -0.1f}}}, 3)->sample(logits), 2);
+  EXPECT_EQ(make_sampler({}, 3)->sample(logits, std::vector<int32_t>{0, 1}), 2);
+  const auto draws = make_sampler({.temperature = 1.0f, .logit_bias = {{1, -100.0f}}}, 3);
+  std::map<int32_t, int> seen;
+  for (int i = 0; i < 300; ++i) ++seen[draws->sample(logits, std::vector<int32_t>{2})];
+  EXPECT_EQ(seen, (std::map<int32_t, int>{{0, 300}}));
+  EXPECT_THROW(make_sampler({.logit_bias = {{3, 1.0f}}}, 3), std::invalid_argument);
+  EXPECT_THROW(make_sampler({.logit_bias = {{0, INFINITY}}}, 3), std::invalid_argument);
+  EXPECT_THROW(make_sampler({.presence_penalty = NAN}, 3), std::invalid_argument);
 }
 
 }  // namespace
