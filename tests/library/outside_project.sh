@@ -6,6 +6,10 @@
 set -euo pipefail
 way=$1 build=$2 folder=$3 compiler=$4 cmake=$5
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+if [ "$way" = subdirectory ] && [ "${PAGEDKV_TEST_SCALE:-1}" -lt 10 ]; then
+  echo "builds the whole library once more: only with PAGEDKV_TEST_SCALE of 10 or more"
+  exit 77
+fi
 rm -rf "$folder"
 mkdir -p "$folder/project"
 cp "$root"/examples/engine/* "$folder/project"
