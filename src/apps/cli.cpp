@@ -89,11 +89,9 @@ std::string read_file(const std::string& path, const std::string& name) {
 }
 
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv) {
-  static const std::pair<const char*, const char*> kFlags[] = {{"-ctk", "--cache-type-k"},
-                                                               {"-ctv", "--cache-type-v"},
-                                                               {"-ngl", "--n-gpu-layers"},
-                                                               {"-fa", "--flash-attn"},
-                                                               {"--n", "--num-answers"}};
+  static const std::pair<const char*, const char*> kFlags[] = {
+      {"-ctk", "--cache-type-k"}, {"-ctv", "--cache-type-v"}, {"-ngl", "--n-gpu-layers"},
+      {"-fa", "--flash-attn"},    {"-np", "--parallel"},      {"--n", "--num-answers"}};
   std::vector<std::string> out;
   bool options = true;
   for (int i = 1; i < argc; ++i) {
@@ -291,7 +289,9 @@ LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
     m.toy = true;
     m.tokenizer = make_toy_tokenizer();
     m.chat_template = make_toy_chat_template();
-    m.model = make_toy_model();
+    ToyOptions toy;
+    if (options.max_step_tokens > 0) toy.max_step_tokens = options.max_step_tokens;
+    m.model = make_toy_model(toy);
     return m;
   }
   const std::string path = options.path();
@@ -302,6 +302,7 @@ LoadedModel load_model(const ModelOptions& options, bool progress, bool text) {
   ProgressBar bar("loading", progress);
   GgmlModelOptions o;
   o.num_threads = options.threads();
+  if (options.max_step_tokens > 0) o.max_step_tokens = options.max_step_tokens;
   o.exact = parse_exact(options.exact);
   o.progress = [&](float done) { bar.show(done); };
   m.model = load_ggml_model(path, o);

@@ -50,7 +50,7 @@ std::string read_all(std::istream& in, const std::string& name);
 std::string read_file(const std::string& path, const std::string& name);
 
 // Rewrites familiar flags that CLI11 has no form for to long ones: several letters behind one dash (-ctk, -ctv, -ngl,
-// -fa), one behind two (--n).
+// -fa, -np), one behind two (--n).
 std::vector<std::string> rewrite_short_flags(int argc, const char* const* argv);
 
 // An integer that 64 bits hold, where CLI11 would take the nearest.
@@ -70,6 +70,7 @@ struct ModelOptions {
   int num_threads = 0;  // 0: default_num_threads()
   std::string exact = "auto";
   int num_gpu_layers = 0;
+  int max_step_tokens = 0;  // 0: the model's default
   // Of the page options, what is left out (empty, -1 or 0) is taken from the seed's variables where
   // they are set, as PagedKVCacheOptions::from_environment() says.
   std::string kv_format, key_format, value_format;  // the last two win where given

@@ -17,6 +17,7 @@
 #include "apps/perplexity.h"
 #include "apps/plan.h"
 #include "apps/run.h"
+#include "apps/serve.h"
 #include "apps/settings.h"
 #include "pagedkv/base/log.h"
 
@@ -50,6 +51,7 @@ int run_main(int argc, char** argv) {
   app.failure_message(CLI::FailureMessage::simple);
   std::function<int()> command;
   add_run(app, command);
+  add_serve(app, command);
   add_bench(app, command);
   add_perplexity(app, command);
   add_plan(app, command);

@@ -321,7 +321,9 @@ std::string Settings::show(const CLI::App& sub) const {
       values = {joined(values, ",")};
     }
     std::string text;
-    for (const auto& value : values) text += (text.empty() ? "" : ", ") + as_toml(*option, value);
+    const bool secret = option->check_lname("api-key");
+    for (const auto& value : values)
+      text += (text.empty() ? "" : ", ") + as_toml(*option, secret ? "(not shown)" : value);
     if (takes_many(*option)) text = "[" + text + "]";
     const std::string line = option->get_lnames().front() + " = " + text;
     const std::string source = setting ? setting->source : "default";
