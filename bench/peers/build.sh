@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds llama.cpp's own programs from the sources that pagedkv's libraries come from, to measure against:
-# llama-bench, llama-completion, llama-perplexity, llama-quantize; and with the same libraries ggml_attention, ours. Prints
-# the folder they are in; all else goes to stderr.
+# llama-bench, llama-completion, llama-perplexity, llama-quantize, llama-server (without its page); and with the same
+# libraries ggml_attention, ours. Prints the folder they are in; all else goes to stderr.
 #   bench/peers/build.sh [default|ours]
 # default: llama.cpp's default flags (shared libraries, OpenMP); ours: the flags of pagedkv's copy (static, ggml's own
 # threads). Each is built once into the cache folder.
@@ -17,11 +17,11 @@ version=$(sed -n 's/^set(PAGEDKV_LLAMA_VERSION \([0-9.]*\)).*/\1/p' "$root/cmake
 source=${PAGEDKV_LLAMA_SOURCE_DIR:-$cache_dir/sources/llama_cpp_python-$version/vendor/llama.cpp}
 
 # Leaving out other programs changes nothing in those that are built.
-flags=(-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF
-  -DGGML_CCACHE=OFF)
+server=(-DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF)  # its page would be downloaded
+flags=(-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF "${server[@]}" -DGGML_CCACHE=OFF)
 case $flavour in
   default) ;;
-  ours) flags=("${our_flags[@]}" -DLLAMA_BUILD_TOOLS=ON) ;;
+  ours) flags=("${our_flags[@]}" -DLLAMA_BUILD_TOOLS=ON "${server[@]}") ;;
   *) say "usage: $(basename "$0") [default|ours]"; exit 2 ;;
 esac
 
@@ -31,7 +31,7 @@ folder=$cache_dir/peers/$flavour-$version-$native
 mkdir -p "$folder"
 exec 9> "$folder/.lock"
 flock 9
-programs=(llama-bench llama-completion llama-perplexity llama-quantize)
+programs=(llama-bench llama-completion llama-perplexity llama-quantize llama-server)
 if [ "$(cat "$folder/complete" 2>/dev/null)" != "${programs[*]}" ]; then
   {
     cmake -S "$source" -B "$folder" -G Ninja "${flags[@]}"
