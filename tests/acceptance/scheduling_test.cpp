@@ -38,8 +38,9 @@ struct Answer final : RequestSink {
 
 struct Fixture {
   explicit Fixture(Model& model, const Tokenizer& tokenizer, std::optional<int32_t> num_pages,
-                   EngineOptions options = {}) {
+                   EngineOptions options = {}, int page_size = 16) {
     KvSettings kv;
+    kv.page_size = page_size;
     kv.num_pages = num_pages;
     kv.dynamic = !num_pages;
     pool = std::make_unique<PagePool>(pool_options(model.info(), kv));
@@ -116,7 +117,7 @@ TEST(Scheduling, AnAnswerAmong31OthersIsWhatItIsAlone) {
     one.run();
   }
   Fixture roomy(*model, *tokenizer, std::nullopt, {.prefill_chunk = 256}),
-      tight(*model, *tokenizer, 24, {.prefill_chunk = 100});
+      tight(*model, *tokenizer, 96, {.prefill_chunk = 100}, 4);
   for (const bool warm : {false, true})
     for (Fixture* f : {&roomy, &tight}) {
       std::vector<Answer> got(32);
