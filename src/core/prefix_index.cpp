@@ -1,7 +1,7 @@
 #include "pagedkv/core/prefix_index.h"
 
 #include <algorithm>
-#include <chrono>
+#include <ctime>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -28,7 +28,9 @@ PrefixIndexOptions checked(PrefixIndexOptions o) {
     refuse("hash_bits " + std::to_string(o.hash_bits), "in 1..64");
   if (!o.now)
     o.now = [] {
-      return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+      timespec t;
+      clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+      return t.tv_sec * int64_t{1'000'000'000} + t.tv_nsec;
     };
   return o;
 }

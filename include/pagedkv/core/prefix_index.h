@@ -37,7 +37,8 @@ struct PrefixIndexOptions {
   int min_hit_tokens = 16;         // fewer are not worth a hit
   // Where it tells what it stores, removes and copies, under the pages' names; must outlive it. Null: nobody is told.
   PageEventQueue* events = nullptr;
-  // The steady clock, in nanoseconds; unset: std::chrono's. For tests.
+  // A steady clock, in nanoseconds; unset: the system's coarse one, which moves every few milliseconds and is read for
+  // each page that is stored, cached, held again or dropped. For tests.
   std::function<int64_t()> now = nullptr;
   int hash_bits =
       64;  // of the hashes that are compared before tokens; fewer make them collide (tests)
