@@ -144,15 +144,15 @@ std::string in_url(const std::string& host) {
 
 void print_welcome(const Served& served, const std::string& host, int port, bool keys) {
   const std::string url = "http://" + in_url(host) + ":" + std::to_string(port);
-  std::string text = "listening on " + url + ", model " + served.names.front();
-  text += "\nthe largest request that fits: " +
-          std::to_string(std::min(served.context, served.pool_tokens)) + " tokens (context " +
-          std::to_string(served.context) + ", pages for " + std::to_string(served.pool_tokens) +
-          ")\ntry: curl " + url + "/v1/chat/completions -H 'Content-Type: application/json'" +
-          (keys ? " -H 'Authorization: Bearer KEY'" : "") +
-          " -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'";
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) log(LogLevel::kInfo, line);
+  log(LogLevel::kInfo, "listening on " + url + ", model " + served.names.front());
+  log(LogLevel::kInfo, "the largest request that fits: " +
+                           std::to_string(std::min(served.context, served.pool_tokens)) +
+                           " tokens (context " + std::to_string(served.context) + ", pages for " +
+                           std::to_string(served.pool_tokens) + ")");
+  log(LogLevel::kInfo, "try: curl " + url +
+                           "/v1/chat/completions -H 'Content-Type: application/json'" +
+                           (keys ? " -H 'Authorization: Bearer KEY'" : "") +
+                           " -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'");
 }
 
 int serve(ServeOptions o) {

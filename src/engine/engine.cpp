@@ -220,19 +220,20 @@ void Engine::queue(PreparedRequest prepared) {
 void Engine::check(const GenerationRequest& request) const {
   const auto n = static_cast<int64_t>(request.prompt.size());
   if (n == 0) throw std::invalid_argument("the prompt has no tokens");
-  for (int32_t t : request.prompt)
-    if (t < 0 || t >= model_.info().vocab_size)
-      throw std::invalid_argument("prompt token " + std::to_string(t) + ": the vocabulary has " +
-                                  std::to_string(model_.info().vocab_size));
+  const auto check_tokens = [&](const char* what, std::span<const int32_t> tokens) {
+    const int32_t most = model_.info().vocab_size;
+    for (const int32_t t : tokens)
+      if (t < 0 || t >= most)
+        throw std::invalid_argument(std::string(what) + " token " + std::to_string(t) +
+                                    ": the vocabulary has " + std::to_string(most));
+  };
+  check_tokens("prompt", request.prompt);
   if (n > options_.context)
     throw CapacityError("the prompt has " + std::to_string(n) + " tokens, the context holds " +
                         std::to_string(options_.context));
   check_pool_holds(n);
   check_retention(request.retention);
-  for (int32_t t : request.stop_tokens)
-    if (t < 0 || t >= model_.info().vocab_size)
-      throw std::invalid_argument("stop token " + std::to_string(t) + ": the vocabulary has " +
-                                  std::to_string(model_.info().vocab_size));
+  check_tokens("stop", request.stop_tokens);
   if (request.top_logprobs < 0 || request.top_logprobs > kMostTopLogprobs)
     throw std::invalid_argument("top_logprobs " + std::to_string(request.top_logprobs) +
                                 ": must be in 0.." + std::to_string(kMostTopLogprobs));

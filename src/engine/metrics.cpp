@@ -36,18 +36,8 @@ constexpr std::array kFinishReasons = {FinishReason::kStop, FinishReason::kLengt
 constexpr auto kNumMissReasons = static_cast<size_t>(MissReason::kArithmeticDiffers) + 1;
 
 // What vLLM calls the end of a request.
-const char* vllm_reason(FinishReason reason) noexcept {
-  switch (reason) {
-    case FinishReason::kStop:
-      return "stop";
-    case FinishReason::kLength:
-      return "length";
-    case FinishReason::kCancelled:
-      return "abort";
-    case FinishReason::kError:
-      break;
-  }
-  return "error";
+std::string_view vllm_reason(FinishReason reason) noexcept {
+  return reason == FinishReason::kCancelled ? "abort" : finish_reason_name(reason);
 }
 
 double seconds_between(RequestProgress::Clock::time_point a,
@@ -280,7 +270,8 @@ void Metrics::Impl::add_vllm(const EngineState& state, Families& out) const {
                 whole.Collect(), labels);
   out.counter("vllm:request_success_total", "Requests that ended, by reason.");
   for (size_t i = 0; i < kFinishReasons.size(); ++i)
-    out.add(finished[i].load(), with({{"finished_reason", vllm_reason(kFinishReasons[i])}}));
+    out.add(finished[i].load(),
+            with({{"finished_reason", std::string(vllm_reason(kFinishReasons[i]))}}));
   out.gauge("vllm:cache_config_info", "How the KV cache is set up.")
       .add(1, with({{"block_size", std::to_string(state.page_size)},
                     {"cache_dtype", options.kv_format},

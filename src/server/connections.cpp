@@ -308,11 +308,6 @@ void ConnectionServer::widen_backlog() noexcept {
   ::listen(svr_sock_, std::max(128, limits_.max_connections));  // the kernel has a limit of its own
 }
 
-int ConnectionServer::num_connections() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<int>(connections_.size());
-}
-
 void ConnectionServer::wake_lobby() const {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t n = write(wake_, &one, sizeof one);

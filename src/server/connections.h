@@ -71,8 +71,6 @@ class ConnectionServer : public httplib::Server {
   // Once it is bound: as many may come at once as may be served.
   void widen_backlog() noexcept;
 
-  int num_connections() const;
-
  private:
   struct Connection {
     int socket;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "server/random_bits.h"
+#include "server/token_text.h"
 
 namespace pagedkv {
 namespace {
@@ -159,8 +160,7 @@ SamplerOptions read_sampler(Fields& fields, const Served& served) {
 // What both bodies have in common, but for the prompt.
 GenerationRequest read_common(Fields& fields, const Served& served, const std::string& key_salt,
                               GenerationBody& out) {
-  out.model = fields.text("model").value_or(served.names.front());
-  check_model(served, out.model);
+  out.model = read_model(fields, served);
   refuse_unsupported(fields, out.chat);
   GenerationRequest r;
   r.sampler = read_sampler(fields, served);
@@ -172,8 +172,7 @@ GenerationRequest read_common(Fields& fields, const Served& served, const std::s
       fields.refuse("stop_token_ids", "has " + std::to_string(tokens->size()) +
                                           " entries; the limit is " +
                                           std::to_string(kMostStopTokens));
-    for (const BodyJson& token : *tokens)
-      r.stop_tokens.push_back(read_token(token, "stop_token_ids", served));
+    r.stop_tokens = read_tokens(*tokens, "stop_token_ids", served);
   }
   r.priority = static_cast<int32_t>(fields.integer("priority", INT32_MIN, INT32_MAX).value_or(0));
   r.cache_salt = read_salt(fields, key_salt);
@@ -268,20 +267,24 @@ std::vector<const BodyJson*> prompts_of(Fields& fields) {
 
 }  // namespace
 
-int32_t read_token(const BodyJson& value, const std::string& param, const Served& served) {
-  int64_t token = -1;
-  if (value.is_number_unsigned() && value.get<uint64_t>() <= INT32_MAX) {
-    token = value.get<int64_t>();
-  } else if (value.is_number_float()) {  // 16.0 is 16, as in Fields::integer()
-    const double d = value.get<double>();
-    const auto whole = d >= 0 && d <= INT32_MAX ? static_cast<int64_t>(d) : -1;
-    if (static_cast<double>(whole) == d) token = whole;
+std::string read_model(Fields& fields, const Served& served) {
+  const std::string name = fields.text("model").value_or(served.names.front());
+  check_model(served, name);
+  return name;
+}
+
+std::vector<int32_t> read_tokens(const BodyJson& list, const std::string& param,
+                                 const Served& served) {
+  std::vector<int32_t> tokens;
+  for (const BodyJson& value : list) {
+    const int64_t token = whole_number(value).value_or(-1);
+    if (token < 0 || token >= served.info.vocab_size)
+      throw invalid_value(param, param + " has " + described(value) +
+                                     ": a token is an integer in 0.." +
+                                     std::to_string(served.info.vocab_size - 1));
+    tokens.push_back(static_cast<int32_t>(token));
   }
-  if (token < 0 || token >= served.info.vocab_size)
-    throw invalid_value(param, param + " has " + described(value) +
-                                   ": a token is an integer in 0.." +
-                                   std::to_string(served.info.vocab_size - 1));
-  return static_cast<int32_t>(token);
+  return tokens;
 }
 
 std::string read_salt(Fields& fields, const std::string& key_salt) {
@@ -368,11 +371,8 @@ GenerationBody read_completion_body(const BodyJson& body, Served& served, const 
       each.prompt = served.text.run([&] { return served.tokenizer.tokenize(text, special, true); });
       if (out.echo) out.prompt_texts.push_back(text);
     } else {
-      for (const BodyJson& token : *prompt)
-        each.prompt.push_back(read_token(token, "prompt", served));
-      if (!out.echo) continue;
-      std::string& text = out.prompt_texts.emplace_back();
-      for (const int32_t token : each.prompt) text += served.tokenizer.piece(token, true);
+      each.prompt = read_tokens(*prompt, "prompt", served);
+      if (out.echo) out.prompt_texts.push_back(text_of(served.tokenizer, each.prompt));
     }
   }
   return out;

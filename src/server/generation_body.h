@@ -38,7 +38,11 @@ ChatPrompt read_messages(Fields& fields, Served& served);
 // The salt of a request: the key's and the body's `cache_salt` together.
 std::string read_salt(Fields& fields, const std::string& key_salt);
 
-// One token, 0..vocab_size-1.
-int32_t read_token(const BodyJson& value, const std::string& param, const Served& served);
+// The model that a body names, or the server's own name for it.
+std::string read_model(Fields& fields, const Served& served);
+
+// An array of tokens, each 0..vocab_size-1.
+std::vector<int32_t> read_tokens(const BodyJson& list, const std::string& param,
+                                 const Served& served);
 
 }  // namespace pagedkv

@@ -7,6 +7,7 @@
 
 #include "engine/text_stream.h"
 #include "pagedkv/base/log.h"
+#include "pagedkv/core/page_name.h"
 #include "server/connections.h"
 #include "server/random_bits.h"
 
@@ -19,16 +20,6 @@ using httplib::Response;
 constexpr const char* kRequestId = "x-request-id";
 constexpr size_t kMostQuotedUrl = 200;
 constexpr const char* kSaltKey = "key_salt";
-
-std::string hex(std::span<const uint8_t> bytes) {
-  std::string out;
-  for (const uint8_t b : bytes) {
-    char two[3];
-    std::snprintf(two, sizeof two, "%02x", b);
-    out += two;
-  }
-  return out;
-}
 
 // A client's own id is used where it cannot confuse a log or a header.
 std::string id_of(const Request& request) {
@@ -136,9 +127,9 @@ HttpServer::HttpServer(HttpOptions options) {
   for (const std::string& key : o.api_keys) {
     if (key.empty()) throw std::invalid_argument("an API key is empty");
     const bool own = o.api_keys.size() > 1 && !o.share_between_keys;
-    const Sha256 name = sha256("pagedkv cache salt of " + key);
     impl_->keys.push_back(
-        {sha256(key), own ? "key@" + hex(std::span(name).first(16)) : std::string()});
+        {sha256(key),
+         own ? "key@" + hex(sha256("pagedkv cache salt of " + key)).substr(0, 32) : std::string()});
   }
   auto& server = impl_->server;
   server.set_payload_max_length(static_cast<size_t>(o.max_body_bytes));
@@ -387,14 +378,11 @@ void HttpServer::stop() {
   impl_->server.stop();
 }
 const HttpOptions& HttpServer::options() const noexcept { return impl_->options; }
-int HttpServer::num_connections() const { return impl_->server.num_connections(); }
 
 std::string key_salt(const Response& response) {
   const auto* salt = response.user_data.get<std::string>(kSaltKey);
   return salt ? *salt : std::string();
 }
-
-std::string request_id(const Response& response) { return response.get_header_value(kRequestId); }
 
 void send_json(Response& response, const Json& body, int status) {
   response.status = status;

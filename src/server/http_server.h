@@ -77,7 +77,6 @@ class HttpServer {
   void stop();
 
   const HttpOptions& options() const noexcept;
-  int num_connections() const;
 
  private:
   struct Impl;
@@ -88,7 +87,6 @@ class HttpServer {
 // What the key of a request adds to cache salts, so that tenants with different keys share no pages; empty where keys share.
 // It tells nothing of the key. No salt of a request's body can look like it: those have no '@'.
 std::string key_salt(const httplib::Response& response);
-std::string request_id(const httplib::Response& response);
 
 void send_json(httplib::Response& response, const Json& body, int status = 200);
 

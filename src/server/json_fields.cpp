@@ -44,6 +44,19 @@ BodyJson parse_body(const std::string& text) {
   return body;
 }
 
+std::optional<int64_t> whole_number(const BodyJson& value) {
+  if (value.is_number_unsigned()) {
+    const auto u = value.get<uint64_t>();
+    if (u <= static_cast<uint64_t>(INT64_MAX)) return static_cast<int64_t>(u);
+  } else if (value.is_number_integer()) {
+    return value.get<int64_t>();
+  } else if (value.is_number_float()) {
+    const double d = value.get<double>();
+    if (std::fabs(d) < 9007199254740992.0 && d == std::floor(d)) return static_cast<int64_t>(d);
+  }
+  return std::nullopt;
+}
+
 std::string described(const BodyJson& value) {
   if (value.is_string()) return in_quotes(std::string_view(value.get_ref<const std::string&>()));
   if (value.is_structured())
@@ -91,30 +104,14 @@ std::optional<bool> Fields::boolean(const char* name) {
 std::optional<int64_t> Fields::integer(const char* name, int64_t least, int64_t most) {
   const BodyJson* value = any(name);
   if (value == nullptr) return std::nullopt;
-  const auto refuse_it = [&]() {
-    std::string want = "an integer";
-    if (least != INT64_MIN && most != INT64_MAX)
-      want += " in " + std::to_string(least) + ".." + std::to_string(most);
-    else if (least != INT64_MIN)
-      want += " of at least " + std::to_string(least);
-    wrong(name, *value, want + (least == INT64_MIN ? " of 64 bits" : ""));
-  };
-  int64_t x = 0;
-  if (value->is_number_unsigned()) {
-    const auto u = value->get<uint64_t>();
-    if (u > static_cast<uint64_t>(INT64_MAX)) refuse_it();
-    x = static_cast<int64_t>(u);
-  } else if (value->is_number_integer()) {
-    x = value->get<int64_t>();
-  } else if (value->is_number_float()) {
-    const double d = value->get<double>();
-    if (!(std::fabs(d) < 9007199254740992.0) || d != std::floor(d)) refuse_it();
-    x = static_cast<int64_t>(d);
-  } else {
-    refuse_it();
-  }
-  if (x < least || x > most) refuse_it();
-  return x;
+  const auto x = whole_number(*value);
+  if (x && *x >= least && *x <= most) return x;
+  std::string want = "an integer";
+  if (least != INT64_MIN && most != INT64_MAX)
+    want += " in " + std::to_string(least) + ".." + std::to_string(most);
+  else if (least != INT64_MIN)
+    want += " of at least " + std::to_string(least);
+  wrong(name, *value, want + (least == INT64_MIN ? " of 64 bits" : ""));
 }
 
 std::optional<double> Fields::number(const char* name, double least, double most) {

@@ -27,7 +27,6 @@ class Fields {
 
   bool has(const char* name);  // and is not null
   std::optional<bool> boolean(const char* name);
-  // A whole number, written as 16 or 16.0.
   std::optional<int64_t> integer(const char* name, int64_t least = INT64_MIN,
                                  int64_t most = INT64_MAX);
   std::optional<double> number(const char* name, double least, double most);
@@ -50,6 +49,9 @@ class Fields {
   const std::string where_;
   std::set<std::string_view> known_;
 };
+
+// Of a number that is whole, written as 16 or 16.0, and that 64 bits hold.
+std::optional<int64_t> whole_number(const BodyJson& value);
 
 // A value as the messages quote it.
 std::string described(const BodyJson& value);

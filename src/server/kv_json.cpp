@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdio>
 
 #include "core/sha256.h"
+#include "server/token_text.h"
 
 namespace pagedkv {
 namespace {
@@ -39,8 +39,9 @@ Json names_json(std::span<const PageName> names) {
   return out;
 }
 
-Json beginning_json(std::span<const int32_t> tokens, const std::string& text) {
-  return {{"token_ids", tokens}, {"text", text}};
+Json beginning_json(std::span<const int32_t> tokens, const Tokenizer& tokenizer) {
+  tokens = tokens.first(std::min(tokens.size(), size_t{KnownPrefix::kMostTokens}));
+  return {{"token_ids", tokens}, {"text", text_of(tokenizer, tokens)}};
 }
 
 Json body_of(const PagesStored& stored) {
@@ -92,10 +93,7 @@ std::string page_runs(std::span<const int32_t> map) {
 
 Json shown_salt(const std::string& salt) {
   if (salt.empty()) return {};
-  const Sha256 hash = sha256("pagedkv shown salt of " + salt);
-  char text[9];
-  std::snprintf(text, sizeof text, "%02x%02x%02x%02x", hash[0], hash[1], hash[2], hash[3]);
-  return text;
+  return hex(sha256("pagedkv shown salt of " + salt)).substr(0, 8);
 }
 
 Json pool_json(const EngineState& state, const KvSettings& kv) {
@@ -172,25 +170,24 @@ Json request_json(const RequestState& request, int64_t context,
           {"seconds", std::chrono::duration<double>(now - p.queued).count()}};
 }
 
-Json prefix_json(const KnownPrefix& prefix, const std::string& text) {
+Json prefix_json(const KnownPrefix& prefix, const Tokenizer& tokenizer) {
   return {{"object", "kv.prefix"},       {"salt", shown_salt(prefix.scope.salt)},
           {"model", prefix.scope.model}, {"kv_format", prefix.scope.kv_format},
           {"tokens", prefix.num_tokens}, {"sequences", prefix.num_sequences},
           {"pages", prefix.num_pages},   {"bytes", prefix.bytes},
-          {"pinned", prefix.is_pinned},  {"begins_with", beginning_json(prefix.tokens, text)}};
+          {"pinned", prefix.is_pinned},  {"begins_with", beginning_json(prefix.tokens, tokenizer)}};
 }
 
-Json pin_json(const PinnedPrefix& pin, const std::string& text) {
+Json pin_json(const PinnedPrefix& pin, const Tokenizer& tokenizer) {
   Json left;
   if (pin.ns_left) left = static_cast<double>(*pin.ns_left) * 1e-9;
-  const auto shown = std::min(pin.tokens.size(), size_t{KnownPrefix::kMostTokens});
   return {{"object", "kv.pin"},
           {"id", pin.id},
           {"salt", shown_salt(pin.scope.salt)},
           {"tokens", pin.tokens.size()},
           {"bytes", pin.bytes},
           {"seconds_left", left},
-          {"begins_with", beginning_json(std::span(pin.tokens).first(shown), text)}};
+          {"begins_with", beginning_json(pin.tokens, tokenizer)}};
 }
 
 Json explanation_json(const PrefixExplanation& e) {

@@ -7,6 +7,7 @@
 
 #include "engine/engine_state.h"
 #include "engine/kv_settings.h"
+#include "models/text.h"
 #include "pagedkv/core/page_events.h"
 #include "pagedkv/core/prefix_index.h"
 #include "server/api_error.h"
@@ -23,9 +24,8 @@ Json shown_salt(const std::string& salt);
 Json pool_json(const EngineState& state, const KvSettings& kv);
 Json request_json(const RequestState& request, int64_t context,
                   RequestProgress::Clock::time_point now);
-// `text`: of the tokens that `prefix` shows.
-Json prefix_json(const KnownPrefix& prefix, const std::string& text);
-Json pin_json(const PinnedPrefix& pin, const std::string& text);
+Json prefix_json(const KnownPrefix& prefix, const Tokenizer& tokenizer);
+Json pin_json(const PinnedPrefix& pin, const Tokenizer& tokenizer);
 Json explanation_json(const PrefixExplanation& explanation);
 // One event of number `sequence`, with vLLM's names.
 Json event_json(const PageEvent& event, uint64_t sequence);

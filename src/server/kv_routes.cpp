@@ -32,12 +32,6 @@ int64_t number_of(const std::string& name, const std::string& text, int64_t leas
   return value;
 }
 
-std::string text_of(const Served& served, std::span<const int32_t> tokens) {
-  std::string text;
-  for (const int32_t token : tokens) text += served.tokenizer.piece(token, true);
-  return text;
-}
-
 void need_operator(const Response& response, const std::string& what) {
   if (is_tenant(response))
     throw ApiError(
@@ -55,16 +49,9 @@ struct Prompt {
   std::string salt;
 };
 
-std::vector<int32_t> read_tokens(const BodyJson& list, const std::string& param,
-                                 const Served& served) {
-  std::vector<int32_t> tokens;
-  for (const BodyJson& token : list) tokens.push_back(read_token(token, param, served));
-  return tokens;
-}
-
 Prompt read_prompt(Served& served, Fields& fields, const Response& response) {
   Prompt prompt;
-  check_model(served, fields.text("model").value_or(served.names.front()));
+  read_model(fields, served);
   prompt.salt = read_salt(fields, key_salt(response));
   const BodyJson *tokens = fields.array("tokens"), *messages = fields.array("messages"),
                  *text = fields.any("prompt");
@@ -112,10 +99,8 @@ std::vector<PinnedPrefix> pins_of(Served& served, const std::string& salt) {
 
 Json pins_json(Served& served, const std::string& salt) {
   Json out = Json::array();
-  for (const PinnedPrefix& pin : pins_of(served, salt)) {
-    const auto shown = std::min(pin.tokens.size(), size_t{KnownPrefix::kMostTokens});
-    out.push_back(pin_json(pin, text_of(served, std::span(pin.tokens).first(shown))));
-  }
+  for (const PinnedPrefix& pin : pins_of(served, salt))
+    out.push_back(pin_json(pin, served.tokenizer));
   return out;
 }
 
@@ -128,7 +113,7 @@ void show_prefixes(Served& served, const Request& request, Response& response) {
       served.loop.call([&](Engine& engine) { return engine.prefix_index().prefixes(most, salt); });
   Json data = Json::array();
   for (const KnownPrefix& prefix : known.prefixes)
-    data.push_back(prefix_json(prefix, text_of(served, prefix.tokens)));
+    data.push_back(prefix_json(prefix, served.tokenizer));
   send_json(response, {{"object", "list"},
                        {"data", data},
                        {"complete", known.is_all},

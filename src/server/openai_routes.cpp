@@ -42,9 +42,10 @@ void reset_prefix_cache(Served& served, const Request& request, Response& respon
     fields.log_unknown();
   }
   served.loop.call([&](Engine& engine) {
-    if (salt.empty()) return engine.prefix_index().clear();
-    engine.prefix_index().clear_salt(salt);
-    if (salt == tenant) engine.prefix_index().clear_salts(tenant + "/");  // read_salt()'s
+    PrefixIndex& index = engine.prefix_index();
+    if (salt.empty()) return index.clear();
+    if (salt == tenant) return index.clear_salts(tenant);  // read_salt() puts it before the body's
+    index.clear_salt(salt);
   });
   send_json(response, {{"success", true}});
 }

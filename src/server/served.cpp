@@ -1,8 +1,7 @@
 #include "server/served.h"
 
-#include <cstdio>
-
 #include "core/sha256.h"
+#include "pagedkv/core/page_name.h"
 #include "server/api_error.h"
 
 namespace pagedkv {
@@ -11,10 +10,7 @@ std::string system_fingerprint(const ModelInfo& info, const KvSettings& kv) {
   const Sha256 hash =
       sha256(std::string(PAGEDKV_VERSION_TEXT) + "\n" + info.name + "\n" + info.arithmetic_id +
              "\n" + format_label(kv) + "\n" + std::to_string(kv.page_size));
-  char text[20];
-  std::snprintf(text, sizeof text, "fp_%02x%02x%02x%02x%02x", hash[0], hash[1], hash[2], hash[3],
-                hash[4]);
-  return text;
+  return "fp_" + hex(hash).substr(0, 10);
 }
 
 void check_model(const Served& served, const std::string& name) {

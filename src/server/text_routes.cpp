@@ -12,14 +12,10 @@ namespace {
 using httplib::Request;
 using httplib::Response;
 
-void check_model(Fields& fields, const Served& served) {
-  if (const auto model = fields.text("model")) pagedkv::check_model(served, *model);
-}
-
 // vLLM's body has `prompt` or `messages`, llama.cpp's has `content`; the answer has the fields of both.
 Json tokenize(Served& served, const BodyJson& body) {
   Fields fields(body);
-  check_model(fields, served);
+  read_model(fields, served);
   std::vector<int32_t> tokens;
   const bool strings = fields.boolean("return_token_strs").value_or(false);
   const bool pieces = fields.boolean("with_pieces").value_or(false);
@@ -57,14 +53,12 @@ Json tokenize(Served& served, const BodyJson& body) {
 
 Json detokenize(Served& served, const BodyJson& body) {
   Fields fields(body);
-  check_model(fields, served);
+  read_model(fields, served);
   const BodyJson* tokens = fields.array("tokens");
   if (tokens == nullptr) fields.missing("tokens");
   fields.log_unknown();
-  std::string text;
-  for (const BodyJson& token : *tokens)
-    text += served.tokenizer.piece(read_token(token, "tokens", served), true);
-  text = valid_utf8(text);
+  const std::string text =
+      valid_utf8(text_of(served.tokenizer, read_tokens(*tokens, "tokens", served)));
   return {{"prompt", text}, {"content", text}};
 }
 
@@ -80,13 +74,13 @@ void add_text_routes(HttpServer& http, Served& served) {
   http.post("/apply-template", [&](const Request& request, Response& response) {
     const BodyJson body = parse_body(request.body);
     Fields fields(body);
-    check_model(fields, served);
+    read_model(fields, served);
     send_json(response, {{"prompt", read_messages(fields, served).text}});
   });
   http.post("/v1/chat/completions/input_tokens", [&](const Request& request, Response& response) {
     const BodyJson body = parse_body(request.body);
     Fields fields(body);
-    check_model(fields, served);
+    read_model(fields, served);
     const size_t count = read_messages(fields, served).tokens.size();
     send_json(response, {{"object", "response.input_tokens"}, {"input_tokens", count}});
   });

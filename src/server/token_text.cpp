@@ -28,6 +28,12 @@ double shown_logprob(double logprob) {
   return logprob > kLeastLogprob ? logprob : kLeastLogprob;  // NaN too
 }
 
+std::string text_of(const Tokenizer& tokenizer, std::span<const int32_t> tokens) {
+  std::string text;
+  for (const int32_t token : tokens) text += tokenizer.piece(token, true);
+  return text;
+}
+
 std::string token_text(const std::string& bytes) {
   if (valid_utf8(bytes) == bytes) return bytes;
   std::string out = "bytes:";

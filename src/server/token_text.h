@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,9 @@ namespace pagedkv {
 // JSON has no infinity: what is less likely than this, or not a number, is this.
 inline constexpr double kLeastLogprob = -9999.0;
 double shown_logprob(double logprob);
+
+// The bytes of all of them, control tokens' too.
+std::string text_of(const Tokenizer& tokenizer, std::span<const int32_t> tokens);
 
 // The bytes as text. Those that are no UTF-8 are written "bytes:\xf0\x9f", so that different tokens differ.
 std::string token_text(const std::string& bytes);

@@ -2,13 +2,10 @@
 // not, on real models.
 #include <gtest/gtest.h>
 
-#include <cstdio>
-#include <list>
-#include <memory>
 #include <optional>
 
+#include "acceptance/test_engine.h"
 #include "acceptance/test_model.h"
-#include "engine/engine.h"
 #include "models/ggml/ggml_text.h"
 #include "models/ggml/test_models.h"
 
@@ -17,46 +14,15 @@ namespace {
 
 constexpr const char* kSmall = "SmolLM2-135M-Instruct.Q4_1.gguf";
 
-struct Answer final : RequestSink {
-  void on_token(const TokenEvent& e) override {
-    tokens.push_back(e.id);
-    logprobs.push_back(e.logprob.value());
-    text += e.text;
-  }
-  void on_finish(FinishReason why, std::string_view rest, std::exception_ptr) override {
-    text += rest;
-    reason = why;
-  }
-  bool operator==(const Answer& o) const {
-    return tokens == o.tokens && logprobs == o.logprobs && text == o.text && reason == o.reason;
-  }
-  std::vector<int32_t> tokens;
-  std::vector<double> logprobs;
-  std::string text;
-  FinishReason reason = FinishReason::kError;
-};
-
-struct Fixture {
-  explicit Fixture(Model& model, const Tokenizer& tokenizer, std::optional<int32_t> num_pages,
-                   EngineOptions options = {}, int page_size = 16) {
-    KvSettings kv;
-    kv.page_size = page_size;
-    kv.num_pages = num_pages;
-    kv.dynamic = !num_pages;
-    pool = std::make_unique<PagePool>(pool_options(model.info(), kv));
-    engine = std::make_unique<Engine>(
-        model, tokenizer, *pool,
-        [&](const SamplerOptions& s) { return make_sampler(s, model.info().vocab_size); }, options);
-  }
-  void run() {
-    while (engine->step()) {
-    }
-    pool->verify();
-    engine->prefix_index().verify();
-    EXPECT_EQ(pool->stats().pages_held, 0);
-  }
-  std::unique_ptr<PagePool> pool;
-  std::unique_ptr<Engine> engine;
+// A pool of num_pages pages and no more; 0: as many as it takes.
+struct Fixture : TestEngine {
+  Fixture(Model& model, const Tokenizer& tokenizer, int32_t num_pages, EngineOptions options = {},
+          int page_size = 16)
+      : TestEngine(model, tokenizer,
+                   {.page_size = page_size,
+                    .num_pages = num_pages > 0 ? std::optional(num_pages) : std::nullopt,
+                    .dynamic = num_pages == 0},
+                   std::move(options)) {}
 };
 
 GenerationRequest request_for(std::vector<int32_t> prompt, int64_t n, uint64_t seed) {
@@ -85,14 +51,14 @@ TEST(Scheduling, PreemptionIsInvisibleOnSmolLM2) {
     requests.push_back(request_for(std::move(prompt), 64, i));
   }
   Answer got[4], want[4];
-  Fixture roomy(*model, *tokenizer, std::nullopt), tight(*model, *tokenizer, 12);
-  for (size_t i = 0; i < 4; ++i) roomy.engine->submit(requests[i], want[i]);
+  Fixture roomy(*model, *tokenizer, 0), tight(*model, *tokenizer, 12);
+  for (size_t i = 0; i < 4; ++i) roomy.engine.submit(requests[i], want[i]);
   roomy.run();
-  for (size_t i = 0; i < 4; ++i) tight.engine->submit(requests[i], got[i]);
+  for (size_t i = 0; i < 4; ++i) tight.engine.submit(requests[i], got[i]);
   tight.run();
-  EXPECT_EQ(roomy.engine->stats().preemptions, 0);
-  EXPECT_GT(tight.engine->stats().preemptions, 0);
-  EXPECT_EQ(tight.engine->stats().prompt_tokens, 4 * 32);
+  EXPECT_EQ(roomy.engine.stats().preemptions, 0);
+  EXPECT_GT(tight.engine.stats().preemptions, 0);
+  EXPECT_EQ(tight.engine.stats().prompt_tokens, 4 * 32);
   for (size_t i = 0; i < 4; ++i) {
     EXPECT_TRUE(got[i] == want[i]) << i;
     EXPECT_EQ(got[i].tokens.size(), 64u);
@@ -112,23 +78,23 @@ TEST(Scheduling, AnAnswerAmong31OthersIsWhatItIsAlone) {
   }
   std::vector<Answer> alone(32);
   for (size_t i = 0; i < 32; i += 5) {
-    Fixture one(*model, *tokenizer, std::nullopt, {.prefix_cache = false});
-    one.engine->submit(requests[i], alone[i]);
+    Fixture one(*model, *tokenizer, 0, {.prefix_cache = false});
+    one.engine.submit(requests[i], alone[i]);
     one.run();
   }
-  Fixture roomy(*model, *tokenizer, std::nullopt, {.prefill_chunk = 256}),
+  Fixture roomy(*model, *tokenizer, 0, {.prefill_chunk = 256}),
       tight(*model, *tokenizer, 96, {.prefill_chunk = 100}, 4);
   for (const bool warm : {false, true})
     for (Fixture* f : {&roomy, &tight}) {
       std::vector<Answer> got(32);
-      for (size_t i = 0; i < 32; ++i) f->engine->submit(requests[i], got[i]);
+      for (size_t i = 0; i < 32; ++i) f->engine.submit(requests[i], got[i]);
       f->run();
       for (size_t i = 0; i < 32; i += 5)
         EXPECT_TRUE(got[i] == alone[i])
             << i << (warm ? " warm" : " cold") << (f == &tight ? ", small pool" : "");
     }
-  EXPECT_GT(tight.engine->stats().preemptions, 0);
-  EXPECT_GT(roomy.engine->stats().cached_tokens, 0);
+  EXPECT_GT(tight.engine.stats().preemptions, 0);
+  EXPECT_GT(roomy.engine.stats().cached_tokens, 0);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 #include <optional>
 #include <random>
 
+#include "acceptance/test_engine.h"
 #include "acceptance/test_model.h"
-#include "engine/engine.h"
 #include "models/ggml/ggml_text.h"
 #include "models/ggml/test_models.h"
 #include "models/toy/toy_model.h"
@@ -20,64 +20,37 @@ constexpr const char* kGemma = "gemma-3-270m.Q4_K_M.gguf";
 constexpr PageFormat kFormats[] = {PageFormat::kF16, PageFormat::kF32, PageFormat::kBF16,
                                    PageFormat::kQ8,  PageFormat::kQ6,  PageFormat::kQ4};
 
-struct Answer final : RequestSink {
-  void on_start(int64_t n) override { num_cached = n; }
-  void on_token(const TokenEvent& e) override {
-    tokens.push_back(e.id);
-    logprobs.push_back(e.logprob.value());
-  }
-  void on_finish(FinishReason, std::string_view, std::exception_ptr e) override {
-    EXPECT_EQ(e, nullptr);
-  }
-  bool operator==(const Answer& o) const { return tokens == o.tokens && logprobs == o.logprobs; }
-
-  int64_t num_cached = -1;
-  std::vector<int32_t> tokens;
-  std::vector<double> logprobs;
-};
-
-// An engine over one model and a pool of its own. Greedy, beyond end-of-generation tokens.
+// Greedy, beyond end-of-generation tokens; its text is not looked at. Where a number of pages is given, the pool has no more.
 class Server {
  public:
   Server(Model& model, PageFormat format, std::optional<int32_t> num_pages = std::nullopt,
-         int min_hit_tokens = 1) {
-    KvSettings kv;
-    kv.key_format = kv.value_format = format;
-    kv.num_pages = num_pages;
-    kv.dynamic = !num_pages;
-    pool_ = std::make_unique<PagePool>(pool_options(model.info(), kv));
-    EngineOptions options;
-    options.prefix.min_hit_tokens = min_hit_tokens;
-    engine_ = std::make_unique<Engine>(
-        model, *tokenizer_, *pool_,
-        [&](const SamplerOptions& s) { return make_sampler(s, model.info().vocab_size); }, options);
-  }
+         int min_hit_tokens = 1)
+      : engine_(model, *tokenizer_,
+                {.key_format = format,
+                 .value_format = format,
+                 .num_pages = num_pages,
+                 .dynamic = !num_pages},
+                {.prefix = {.min_hit_tokens = min_hit_tokens}}) {}
   void submit(const std::vector<int32_t>& prompt, int64_t max_new_tokens, Answer& answer) {
     GenerationRequest request;
     request.prompt = prompt;
     request.max_new_tokens = max_new_tokens;
     request.ignore_end = true;
     request.logprobs = true;
-    engine_->submit(std::move(request), answer);
+    engine_.engine.submit(std::move(request), answer);
   }
-  void run() {
-    while (engine_->step()) {
-    }
-    EXPECT_EQ(pool_->stats().pages_held, 0);
-    engine_->prefix_index().verify();
-  }
+  void run() { engine_.run(); }
   Answer ask(const std::vector<int32_t>& prompt, int64_t max_new_tokens) {
     Answer answer;
     submit(prompt, max_new_tokens, answer);
     run();
     return answer;
   }
-  PrefixIndex& index() { return engine_->prefix_index(); }
+  PrefixIndex& index() { return engine_.engine.prefix_index(); }
 
  private:
-  std::unique_ptr<Tokenizer> tokenizer_ = make_toy_tokenizer();  // text is not looked at
-  std::unique_ptr<PagePool> pool_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Tokenizer> tokenizer_ = make_toy_tokenizer();
+  TestEngine engine_;
 };
 
 // FC-07 without its restart.

@@ -16,21 +16,28 @@ from serving import BINARY, Server
 DEFAULTS = {"format": "f16", "page_size": 16, "growth": True}
 
 
-def settings(
-    *flags: str, env: Mapping[str, str] | None = None, code: int = 0
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """What --print-config says: each value, and its source."""
+def print_config(
+    *flags: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The program's answer, whatever variables this process has."""
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PAGEDKV_", "MTPLX_", "XDG_"))
     }
     environment.update({"PAGEDKV_CONFIG": "none"} | dict(env or {}))
-    done = subprocess.run(
+    return subprocess.run(
         [BINARY, "serve", "--print-config", *flags],
         capture_output=True,
         text=True,
         timeout=60,
         env=environment,
     )
+
+
+def settings(
+    *flags: str, env: Mapping[str, str] | None = None, code: int = 0
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What --print-config says: each value, and its source."""
+    done = print_config(*flags, env=env)
     assert done.returncode == code, done.stderr
     if code != 0:
         return {}, {}
@@ -157,13 +164,8 @@ def test_what_is_printed_can_be_read_again(tmp_path: Path) -> None:
     ]
     first, _ = settings(*flags)
     again = tmp_path / "again.toml"
-    done = subprocess.run(
-        [BINARY, "serve", "--print-config", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = print_config(*flags)
+    assert done.returncode == 0, done.stderr
     again.write_text(done.stdout)
     second, sources = settings(env={"PAGEDKV_CONFIG": str(again)})
     assert second == first

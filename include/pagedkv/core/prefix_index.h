@@ -208,7 +208,7 @@ class PrefixIndex {
   void clear() noexcept;
   // Forgets one salt's pages, in all scopes that have it.
   void clear_salt(std::string_view salt) noexcept;
-  // And of all salts that begin with `beginning`: of a tenant that has several.
+  // Of all salts that begin so: a tenant may have several.
   void clear_salts(std::string_view beginning) noexcept;
 
   PrefixIndexStats stats() const noexcept;
